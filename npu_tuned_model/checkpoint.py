@@ -1,0 +1,499 @@
+"""Hugging Face checkpoints of dense Qwen2 models: find them, check them, and stream them into the tuned model.
+
+The tuned model names its parameters as the checkpoint does, except that q, k and v projections are one `qkv` and the
+gate and up projections one `gate_up_proj`. `load_weights` joins them while reading and `unfused_state_dict` takes them
+apart again, both from the one table `_FUSED`. Loading needs the memory of the weights plus that of one shard.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Union, cast
+
+import huggingface_hub
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import Qwen2Config
+
+from npu_tuned_model.errors import CheckpointError
+
+_FUSED = {
+    "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Old checkpoints carry this table; the model computes its own.
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+_NAMES_SHOWN = 8
+_COMPARED_ROWS = 4096
+
+
+# ------------------------------------------------------------------------------------------------ finding and checking
+
+
+def resolve_checkpoint(path: Union[str, Path]) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the download of the Hub model `path` names ("owner/name").
+
+    Only configuration, tokenizer and safetensors files are fetched; pytorch_model*.bin when there are no safetensors.
+
+    Raises:
+        CheckpointError: `path` is a file, or neither a folder nor a model that can be fetched.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{path} is a file: give the folder that holds config.json and the weights")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+        raise CheckpointError(f"{path} does not exist: give a local folder or the id of a Hub model (owner/name)")
+
+    def fetch(*patterns: str) -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(str(path), allow_patterns=list(patterns), ignore_patterns=["*/*"])
+        )
+
+    try:
+        fetched = fetch("*.json", "merges.txt", "*.safetensors")
+        if not any(fetched.glob("*.safetensors")):
+            fetched = fetch("pytorch_model*.bin")
+    # What a failed download raises depends on the hub client's version and its HTTP library; all of it means the same.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a local folder and could not be fetched from the Hub ({_first_line(error)}): "
+            "check the name, the network and your access rights, or give a local folder"
+        ) from error
+    return fetched
+
+
+def read_config(folder: Path) -> Qwen2Config:
+    """The configuration of a checkpoint the tuned model can run.
+
+    Newer transformers write `dtype` and `rope_parameters` where 4.37 reads `torch_dtype` and `rope_theta`; both are
+    understood, so that such a checkpoint does not run with the default rope base.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or describes something else than a plain dense Qwen2.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give the folder that holds config.json and the weights")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: give the folder of a Hugging Face checkpoint")
+    raw = _read_json(path)
+
+    model_type = raw.get("model_type")
+    if model_type != "qwen2":
+        reason = "mixture-of-experts is not supported, " if model_type == "qwen2_moe" else ""
+        raise CheckpointError(f"{path}: model_type is {model_type!r}: {reason}use a dense checkpoint of type 'qwen2'")
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError(f"{path}: quantization_config is present: use the unquantised checkpoint")
+    if raw.get("rope_scaling") is not None:
+        raise CheckpointError(
+            f"{path}: rope_scaling is {raw['rope_scaling']!r}, which is not supported: set it to null and keep prompts "
+            "within max_position_embeddings"
+        )
+    _check_sizes(path, raw)
+    config = Qwen2Config.from_dict(_as_transformers_4_37(path, raw))
+
+    if config.hidden_act != "silu":
+        raise CheckpointError(f"{path}: hidden_act is {config.hidden_act!r}, only 'silu' is supported")
+    window, longest = config.sliding_window, config.max_position_embeddings
+    if config.use_sliding_window and window is not None and window < longest:
+        raise CheckpointError(
+            f"{path}: sliding window attention is on (window {window}, max_position_embeddings {longest}) and not "
+            f"supported: set use_sliding_window to false if prompts and answers together stay below {window} tokens"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if config.hidden_size % heads:
+        raise CheckpointError(f"{path}: hidden_size {config.hidden_size} is not divisible by {heads} attention heads")
+    head_dim = raw.get("head_dim")
+    if head_dim not in (None, config.hidden_size // heads):
+        raise CheckpointError(
+            f"{path}: head_dim is {head_dim}, only hidden_size / num_attention_heads = {config.hidden_size // heads} "
+            "is supported"
+        )
+    if heads % kv_heads:
+        raise CheckpointError(f"{path}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
+    return config
+
+
+def _check_sizes(path: Path, raw: Dict[str, Any]) -> None:
+    # A size that is left out would silently become that of another model: the default of Qwen2Config.
+    for key in _SIZES:
+        value = raw.get(key)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{path}: {key} is {value!r}, expected a positive whole number")
+
+
+def _as_transformers_4_37(path: Path, raw: Dict[str, Any]) -> Dict[str, Any]:
+    raw = dict(raw)
+    if "dtype" in raw:
+        raw.setdefault("torch_dtype", raw.pop("dtype"))
+    rope = raw.pop("rope_parameters", None)
+    if rope is not None:
+        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
+            raise CheckpointError(
+                f"{path}: rope_parameters is {rope!r}, only rope_type 'default' with a rope_theta is supported"
+            )
+        raw["rope_theta"] = rope["rope_theta"]
+    return raw
+
+
+def _read_json(path: Path) -> Dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({_first_line(error)}): download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object: download it again")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------- reading weights
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint says about one of its tensors."""
+
+    file: Path
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightSource:
+    """The weights of a checkpoint folder: `model.safetensors` or `pytorch_model.bin`, in one file or in shards.
+
+    The constructor reads headers only. Iterating gives (name, tensor) pairs, shard by shard and never with two shards
+    open. A tensor is a view of the mapped file: let go of it before asking for the next, or its shard stays mapped.
+
+    Attributes:
+        tensors: name -> StoredTensor, in the order in which iterating gives them.
+
+    Raises:
+        CheckpointError: no weights, a shard that is missing or damaged, or an index that does not match its shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors: Dict[str, StoredTensor] = {}
+        listed = _weight_files(Path(folder))
+        missing = [file.name for file in listed if not file.is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: shards are missing: {', '.join(missing)}: download them again")
+        for file, expected in listed.items():
+            found = {}
+            for name, tensor in _read_file(file):
+                found[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
+                del tensor
+            if expected is not None:
+                _check_index(file, expected, set(found))
+            self.tensors.update(found)
+
+    def __iter__(self) -> Iterator[Tuple[str, Tensor]]:
+        for file in dict.fromkeys(stored.file for stored in self.tensors.values()):
+            yield from _read_file(file)
+
+
+def _weight_files(folder: Path) -> Dict[Path, Optional[Set[str]]]:
+    """The weight files of a folder, each with the names an index lists for it (None: there is no index)."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return {folder / name: None}
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise CheckpointError(f"{index} has no weight_map from tensors to files: download it again")
+            files: Dict[Path, Optional[Set[str]]] = {}
+            for file in sorted(set(weight_map.values())):
+                files[folder / file] = {tensor for tensor, holder in weight_map.items() if holder == file}
+            return files
+    raise CheckpointError(
+        f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin, or the .index.json of either"
+    )
+
+
+def _check_index(file: Path, expected: Set[str], found: Set[str]) -> None:
+    if expected - found:
+        raise CheckpointError(
+            f"{file} lacks tensors that the index lists for it: {_some(expected - found)}: download it again"
+        )
+    if found - expected:
+        raise CheckpointError(
+            f"{file} holds tensors that the index does not list for it: {_some(found - expected)}: "
+            "index and shards are not of the same checkpoint, download them again"
+        )
+
+
+def _read_file(file: Path) -> Iterator[Tuple[str, Tensor]]:
+    """(name, tensor) of each tensor in a weight file; bytes are read from the disk only when a tensor is used."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(str(file), framework="pt") as handle:
+                for name in handle.keys():
+                    yield name, handle.get_tensor(name)
+        else:
+            # A str, not a Path: torch 2.1 maps nothing else.
+            state = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+                raise CheckpointError(f"{file} is not a plain table of tensors: save the model's state_dict instead")
+            for name in list(state):
+                yield name, state.pop(name).detach()
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        with file.open("rb") as stream:
+            if stream.read(7) == b"version":
+                raise CheckpointError(f"{file} is a Git LFS pointer, not the weights: run 'git lfs pull'") from error
+        raise CheckpointError(
+            f"{file} cannot be read, it is truncated or corrupt ({_first_line(error)}): download it again"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- filling a model
+
+
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_ready: Optional[Callable[[str, nn.Module], None]] = None,
+) -> None:
+    """Fill `model`, built on the meta device, with the weights of `folder`.
+
+    Every parameter is allocated once, on `device` in `dtype`, when its first piece is read; pieces are cast while they
+    are copied. Peak memory is that of the weights plus one shard. Buffers are left alone.
+
+    Args:
+        model: parameters named as in the checkpoint, or fused; `model.config` gives the head counts. A parameter that
+            stands in two places (tied embeddings) still does afterwards.
+        folder: a checkpoint that `read_config` accepts.
+        dtype: of all parameters.
+        device: of all parameters.
+        on_ready: called as `on_ready(module_name, module)` as soon as a module's own parameters are complete. It may
+            replace the module in its parent; nothing here refers to the module afterwards.
+
+    Raises:
+        CheckpointError: damaged files; weights that are missing or left over, have another shape, or are quantised.
+            All of these are found before the first weight is read, except a `lm_head.weight` that differs from the
+            embedding it should be tied to.
+        ValueError: a parameter is not on the meta device, or a fused one does not fit `model.config`.
+    """
+    source = WeightSource(folder)
+    filler = _Filler(model, dtype, device, on_ready)
+    filler.expect(folder, source.tensors)
+    with torch.no_grad():
+        for name, tensor in source:
+            filler.take(name, tensor)
+            # The last view of a shard would keep it mapped while the next one is opened.
+            del tensor
+
+
+class _Piece(NamedTuple):
+    """Where a tensor of the checkpoint goes: rows [start, start + shape[0]) of the parameter `target`."""
+
+    target: str
+    start: int
+    shape: Tuple[int, ...]
+
+
+class _Filler:
+    """Puts tensors of a checkpoint, in whatever order they come, into the parameters of a model on the meta device.
+
+    Modules are kept by name only: a module that `on_ready` replaced can be freed at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_ready: Optional[Callable[[str, nn.Module], None]],
+    ) -> None:
+        self.model, self.dtype, self.device, self.on_ready = model, dtype, device, on_ready
+        self.pieces: Dict[str, _Piece] = {}
+        # A tied parameter has one target name (its first) and several places.
+        self.places: Dict[str, List[str]] = defaultdict(list)
+        self.shapes: Dict[str, torch.Size] = {}
+        self.requires_grad: Dict[str, bool] = {}
+        self.data: Dict[str, Tensor] = {}
+        self.placed: Set[Tuple[str, int]] = set()
+        self.outstanding: Counter[str] = Counter()
+        self.incomplete: Counter[str] = Counter()
+        config = cast(Qwen2Config, model.config)
+        first_name: Dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.device.type != "meta":
+                raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the meta device")
+            target = first_name.setdefault(id(parameter), name)
+            self.places[target].append(name)
+            self.shapes[target] = parameter.shape
+            self.requires_grad[target] = parameter.requires_grad
+            self.incomplete[_split_name(name)[0]] += 1
+            for source, start, rows in _pieces_of(name, parameter.shape[0], config):
+                self.pieces[source] = _Piece(target, start, (rows, *parameter.shape[1:]))
+
+    def expect(self, folder: Path, tensors: Dict[str, StoredTensor]) -> None:
+        """Check the tensors that are going to come; CheckpointError where they are not what the model needs."""
+        left_over = [name for name in tensors if name not in self.pieces and not name.endswith(_IGNORED_SUFFIX)]
+        if left_over:
+            raise CheckpointError(
+                f"{folder} has weights that the model of its config.json does not: {_some(left_over)}"
+            )
+        # Of tied parameters one name is enough.
+        coming = {self.pieces[name][:2] for name in tensors if name in self.pieces}
+        missing = [name for name, piece in self.pieces.items() if piece[:2] not in coming and name not in tensors]
+        if missing:
+            raise CheckpointError(f"{folder} lacks weights that its config.json asks for: {_some(missing)}")
+        for name, stored in tensors.items():
+            if name not in self.pieces:
+                continue
+            piece = self.pieces[name]
+            if stored.dtype not in _WEIGHT_DTYPES:
+                raise CheckpointError(
+                    f"{stored.file}: {name} is of {stored.dtype}: quantised checkpoints are not supported, use the "
+                    "unquantised one"
+                )
+            if stored.shape != piece.shape:
+                raise CheckpointError(
+                    f"{stored.file}: {name} has shape {stored.shape}, config.json asks for {piece.shape}: "
+                    "the two are not of the same model"
+                )
+            self.outstanding[piece.target] += 1
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor into its place; hand over the modules that this completes."""
+        if name not in self.pieces:
+            return
+        target, start, (rows, *_) = self.pieces[name]
+        if target not in self.data:
+            self.data[target] = torch.empty(self.shapes[target], dtype=self.dtype, device=self.device)
+        destination = self.data[target].narrow(0, start, rows)
+        if (target, start) not in self.placed:
+            destination.copy_(tensor)
+            self.placed.add((target, start))
+        elif not _same(destination, tensor):
+            raise CheckpointError(
+                f"{' and '.join(self.places[target])} differ although config.json sets tie_word_embeddings: "
+                "set it to false"
+            )
+        self.outstanding[target] -= 1
+        if self.outstanding[target] == 0:
+            self._install(target)
+
+    def _install(self, target: str) -> None:
+        parameter = nn.Parameter(self.data.pop(target), requires_grad=self.requires_grad[target])
+        owners = [_split_name(place) for place in self.places[target]]
+        for module_name, attribute in owners:
+            setattr(self.model.get_submodule(module_name), attribute, parameter)
+        for module_name, _ in owners:
+            self.incomplete[module_name] -= 1
+            if self.on_ready is not None and self.incomplete[module_name] == 0:
+                self.on_ready(module_name, self.model.get_submodule(module_name))
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether `theirs`, cast to the dtype of `ours`, is equal; in slices, as an embedding may fill a gigabyte."""
+    slices = zip(ours.split(_COMPARED_ROWS), theirs.split(_COMPARED_ROWS))
+    return all(torch.equal(a, b.to(a)) for a, b in slices)
+
+
+# ------------------------------------------------------------------------------------------------- fusing, both ways
+
+
+def unfused_state_dict(model: nn.Module) -> Dict[str, Tensor]:
+    """The weights of a tuned model under the names of the Hugging Face checkpoint; the reverse of `load_weights`.
+
+    Nothing is copied on the CPU: the pieces of a fused parameter are views of it, each made to look like a storage of
+    its own, because `save_pretrained` drops tensors that share one. Elsewhere the pieces of fused parameters are
+    copied to the host, on their way to a file. A module that holds its weight in another form gives it through a
+    method `dense_weight() -> Tensor` of shape (out, in).
+
+    Raises:
+        ValueError: a fused parameter does not fit the head counts of `model.config`.
+    """
+    config = cast(Qwen2Config, model.config)
+    state: Dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for attribute, tensor in _own_weights(module):
+            name = f"{module_name}.{attribute}"
+            pieces = _pieces_of(name, tensor.shape[0], config)
+            if len(pieces) == 1:
+                state[name] = tensor
+                continue
+            for source, start, rows in pieces:
+                state[source] = _detached_view(tensor, start, rows)
+    if config.tie_word_embeddings:
+        # One tensor under both names, also when lm_head holds the weight in another form.
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    return state
+
+
+def _own_weights(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    dense_weight = getattr(module, "dense_weight", None)
+    if dense_weight is None:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield name, parameter.detach()
+        return
+    yield "weight", dense_weight().detach()
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        yield "bias", bias.detach()
+
+
+def _detached_view(tensor: Tensor, start: int, rows: int) -> Tensor:
+    piece = tensor.narrow(0, start, rows)
+    return torch.from_dlpack(piece) if piece.device.type == "cpu" else piece.cpu()
+
+
+def _pieces_of(name: str, total_rows: int, config: Qwen2Config) -> List[Tuple[str, int, int]]:
+    """(checkpoint name, first row, rows) of the pieces that make up the parameter `name` of the tuned model."""
+    module_name, attribute = _split_name(name)
+    for fused, parts in _FUSED.items():
+        if module_name.endswith(f".{fused}"):
+            break
+    else:
+        return [(name, 0, total_rows)]
+    head_dim = config.hidden_size // config.num_attention_heads
+    key_rows = config.num_key_value_heads * head_dim
+    sizes = (
+        (config.num_attention_heads * head_dim, key_rows, key_rows)
+        if fused == "self_attn.qkv"
+        else (config.intermediate_size, config.intermediate_size)
+    )
+    if sum(sizes) != total_rows:
+        raise ValueError(f"{name} has {total_rows} rows, model.config asks for {' + '.join(map(str, sizes))}")
+    prefix = module_name[: -len(fused)]
+    starts = (sum(sizes[:part]) for part in range(len(parts)))
+    return [(f"{prefix}{part}.{attribute}", start, rows) for part, start, rows in zip(parts, starts, sizes)]
+
+
+def _split_name(parameter_name: str) -> Tuple[str, str]:
+    module_name, _, attribute = parameter_name.rpartition(".")
+    return module_name, attribute
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

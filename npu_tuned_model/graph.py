@@ -1,0 +1,161 @@
+"""Running the two steps: as they are, or compiled, one graph for prefill and one for decode per shape."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from npu_tuned_model.errors import UserError
+from npu_tuned_model.kv_cache import KVCache, round_up
+
+BACKENDS = ("auto", "inductor", "torchair")
+TORCHAIR_MODES = ("max-autotune", "reduce-overhead", "npugraph_ex")
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How prefill and decode are compiled.
+
+    Attributes:
+        backend: "inductor" (CPU, CUDA), "torchair" (NPU), or "auto": what fits the model's device.
+        prefill_bucket: prompts are padded (behind, without effect on the result) to a multiple of this many tokens, so
+            that prompts of about the same length share one prefill graph.
+        torchair_mode: "max-autotune" builds a GE graph; "reduce-overhead" / "npugraph_ex" capture and replay kernels.
+        frozen_parameter: torchair may take the weights' addresses as fixed (they are: nothing moves after loading).
+    """
+
+    backend: str = "auto"
+    prefill_bucket: int = 128
+    torchair_mode: str = "max-autotune"
+    frozen_parameter: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UserError(f"no graph back end {self.backend!r}; there are {', '.join(BACKENDS)}")
+        if self.torchair_mode not in TORCHAIR_MODES:
+            raise UserError(f"no torchair mode {self.torchair_mode!r}; there are {', '.join(TORCHAIR_MODES)}")
+        if self.prefill_bucket < 1:
+            raise UserError(f"prefill_bucket must be at least 1, not {self.prefill_bucket}")
+
+
+class EagerSteps:
+    """Prefill and decode as plain Python."""
+
+    backend: str | None = None
+
+    def __init__(self, model: Any) -> None:
+        self.prefill = model.prefill
+        self.decode = model.decode
+
+    def padded_length(self, length: int) -> int:
+        """Prompts are run at their own length."""
+        return length
+
+
+class CompiledSteps:
+    """Prefill and decode as compiled graphs.
+
+    Attributes:
+        backend: name of the back end.
+        graphs: number of graphs compiled so far, by step ("prefill", "decode"). A promise: one per shape, and none
+            while tokens are generated once a shape has been seen.
+        seconds: time spent in first calls (compilation and one run), by step.
+    """
+
+    def __init__(self, model: Any, options: GraphOptions) -> None:
+        self.options = options
+        device = model.model.embed_tokens.weight.device
+        self.backend = _resolve_backend(options.backend, device)
+        compile_graph = self._backend_function(model)
+        self.graphs: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self._seen: set[tuple[Any, ...]] = set()
+        self._prefill = self._compile("prefill", model.prefill, compile_graph)
+        self._decode = self._compile("decode", model.decode, compile_graph)
+
+    def padded_length(self, length: int) -> int:
+        """The length that a prompt of `length` tokens is padded to."""
+        return round_up(length, self.options.prefill_bucket)
+
+    def prefill(self, input_ids: Tensor, last_rows: Tensor | None, cache: KVCache) -> Tensor:
+        """As Qwen2ForCausalLM.prefill."""
+        key = ("prefill", tuple(input_ids.shape), _cache_shape(cache))
+        with self._first_call(key):
+            return self._prefill(input_ids, last_rows, cache)
+
+    def decode(self, input_ids: Tensor, positions: Tensor, window: Tensor | None, cache: KVCache) -> Tensor:
+        """As Qwen2ForCausalLM.decode."""
+        key = ("decode", tuple(input_ids.shape), _cache_shape(cache))
+        with self._first_call(key):
+            return self._decode(input_ids, positions, window, cache)
+
+    def _compile(
+        self, step: str, function: Callable[..., Tensor], compile_graph: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def counting_backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+            self.graphs[step] += 1
+            return compile_graph(graph, inputs)
+
+        return torch.compile(function, backend=counting_backend, fullgraph=True, dynamic=False)
+
+    @contextlib.contextmanager
+    def _first_call(self, key: tuple[Any, ...]) -> Iterator[None]:
+        if key in self._seen:
+            yield
+            return
+        start = time.perf_counter()
+        # one entry per shape is what we ask for: dynamo's default of 8 is meant for code that recompiles by accident
+        limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+        with torch._dynamo.config.patch({limit: 1024}):
+            yield
+        self.seconds[key[0]] += time.perf_counter() - start
+        self._seen.add(key)
+
+    def _backend_function(self, model: Any) -> Callable[..., Any]:
+        if self.backend == "torchair":
+            return _torchair_backend(self.options, tiling_sink=model.options.tiling_sink)
+        return torch._dynamo.lookup_backend("inductor")
+
+
+def _cache_shape(cache: KVCache) -> tuple[int, ...]:
+    return tuple(cache.keys[0].shape) if cache.keys and isinstance(cache.keys[0], Tensor) else ()
+
+
+def _resolve_backend(name: str, device: torch.device) -> str:
+    if name == "auto":
+        name = "torchair" if device.type == "npu" else "inductor"
+    if name == "torchair" and device.type != "npu":
+        raise UserError(f"torchair compiles for an NPU and the model is on {device.type}; use backend='inductor'")
+    if name == "inductor" and device.type == "cpu" and not has_cpp_compiler():
+        raise UserError(
+            "compiling for the CPU needs a C++ compiler and none was found; install g++ (Debian, Ubuntu: "
+            "apt-get install g++) or set CXX, or run eager (--execute_mode=eager)"
+        )
+    return name
+
+
+def has_cpp_compiler() -> bool:
+    """Whether inductor will find a C++ compiler for its CPU kernels."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def _torchair_backend(options: GraphOptions, *, tiling_sink: bool) -> Callable[..., Any]:
+    if importlib.util.find_spec("torch_npu") is None:
+        raise UserError("torchair comes with torch_npu, which is not installed; install it, or run eager")
+    import torch_npu  # noqa: F401  makes torchair importable
+    import torchair
+
+    config = torchair.CompilerConfig()
+    config.mode = options.torchair_mode
+    config.experimental_config.frozen_parameter = options.frozen_parameter
+    config.experimental_config.tiling_schedule_optimize = tiling_sink and options.torchair_mode == "max-autotune"
+    return torchair.get_npu_backend(compiler_config=config)

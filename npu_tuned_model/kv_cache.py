@@ -1,0 +1,165 @@
+"""The KV cache: where the next tokens go, and what decode reads.
+
+Prompts are stored without their padding: row b holds its tokens in slots 0..length_b-1 and its next token goes into
+slot length_b, whatever padding the caller's batch had. So decode needs lengths only and never a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from npu_tuned_model import ops
+from npu_tuned_model.errors import UserError
+
+# Decode reads the cache in windows of a multiple of this many slots: a matmul library builds one kernel per size, and
+# rounding makes it build one per 64 tokens instead of one per token.
+WINDOW_STEP = 64
+# Capacities are rounded up to a multiple of this, so that requests of about the same length share one decode graph.
+CAPACITY_STEP = 256
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class KVCache(Cache):
+    """Host-side bookkeeping shared by the caches below.
+
+    Attributes:
+        capacity: tokens per row that may be stored.
+        lengths: tokens stored so far in each row, known on the host (never read back from the device).
+        positions: (batch,) int64 on the device, the slot and rotary position of each row's next token.
+    """
+
+    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
+        self.batch = batch
+        self.capacity = capacity
+        self.layers = layers
+        self.lengths: list[int] = [0] * batch
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def start(self, lengths: Sequence[int]) -> None:
+        """Note the lengths of the prompts that prefill has stored."""
+        self.lengths = list(lengths)
+        self.positions = torch.tensor(self.lengths, dtype=torch.int64).to(self.positions.device)
+
+    def advance(self) -> None:
+        """Note that decode has stored one more token in every row."""
+        self.lengths = [length + 1 for length in self.lengths]
+        self.positions = self.positions + 1
+
+    def check_room(self, tokens: int) -> None:
+        """Raise UserError when `tokens` more per row don't fit."""
+        longest = max(self.lengths)
+        if longest + tokens > self.capacity:
+            raise UserError(
+                f"the KV cache holds {self.capacity} tokens per row and {longest} + {tokens} are asked for; "
+                "make it larger: model.new_cache(batch, capacity)"
+            )
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:
+        return max(self.lengths)
+
+    def get_max_length(self) -> int | None:
+        return self.capacity
+
+    @property
+    def seen_tokens(self) -> int:
+        return max(self.lengths)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None) -> None:
+        raise UserError("the tuned model writes its own KV cache; to drive it by hand, call model.forward()")
+
+
+class FixedKVCache(KVCache):
+    """One (batch, slots, kv_heads, head_dim) tensor per layer for keys and one for values, updated in place.
+
+    Allocated once per generation. Layout BSND; writes go through scatter_update_ (one start slot per row).
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        windowed: bool,
+    ) -> None:
+        super().__init__(batch, capacity, layers, device)
+        # One slot more than any window: a window that may equal the cache would be a second shape to compile for.
+        slots = round_up(capacity + 1, CAPACITY_STEP)
+        shape = (batch, slots, kv_heads, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.prompt_start = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._slot_numbers = torch.arange(slots, device=device) if windowed else None
+
+    def decode_window(self) -> Tensor | None:
+        """The slots that the next decode step reads, as a tensor whose size is the window's; None: all of them.
+
+        The size is marked dynamic: one decode graph serves every window.
+        """
+        if self._slot_numbers is None:
+            return None
+        size = min(round_up(max(self.lengths) + 1, WINDOW_STEP), self._slot_numbers.shape[0] - 1)
+        window = self._slot_numbers[:size]
+        torch._dynamo.mark_dynamic(window, 0)
+        return window
+
+    def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store a prompt's keys and values, (batch, sequence, kv_heads, head_dim) each, from slot 0 on."""
+        ops.scatter_update_(self.keys[layer], self.prompt_start, key, 1)
+        ops.scatter_update_(self.values[layer], self.prompt_start, value, 1)
+
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, window: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Store one token per row at `positions` (batch,) and return the keys and values that decode reads."""
+        keys = ops.scatter_update_(self.keys[layer], positions, key, 1)
+        values = ops.scatter_update_(self.values[layer], positions, value, 1)
+        if window is None:
+            return keys, values
+        return keys[:, : window.shape[0]], values[:, : window.shape[0]]
+
+
+class GrowingKVCache(KVCache):
+    """The cache without the optimisation: every token makes a new, longer copy of keys and values.
+
+    A new token lands in the same column for every row, behind the longest prompt, so decode needs a mask that hides
+    the columns between a shorter prompt's end and the new tokens.
+    """
+
+    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
+        super().__init__(batch, capacity, layers, device)
+        self.masked = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+
+    def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.keys.append(key.clone())
+        self.values.append(value.clone())
+
+    def start(self, lengths: Sequence[int]) -> None:
+        super().start(lengths)
+        columns = torch.arange(self.keys[0].shape[1], device=self.positions.device)
+        self.masked = columns[None, :] >= self.positions[:, None]
+
+    def decode_window(self) -> Tensor:
+        """(batch, columns + 1) bool, True where a column is no token of that row; the new token's column is last."""
+        self.masked = torch.cat([self.masked, self.masked.new_zeros(self.batch, 1)], dim=1)
+        for tensor, dimension in [(self.masked, 1)] + [(tensor, 1) for tensor in self.keys + self.values]:
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        return self.masked
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[layer] = torch.cat([self.keys[layer], key], dim=1)
+        self.values[layer] = torch.cat([self.values[layer], value], dim=1)
+        return self.keys[layer], self.values[layer]

@@ -1,0 +1,134 @@
+"""Linear layers in the layout that the device's matmul wants: oneDNN blocks on a CPU, input-major on an NPU.
+
+Models are built and sharded with plain ``nn.Linear``; ``pack_linear`` makes the replacement when the weights are
+final. The plain weight is dropped, so no weight is held twice.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# One blocked layout serves prefill (a thousand rows) and decode (one row): oneDNN picks it for this row count.
+PACKING_ROWS = 1024
+PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
+
+_library = torch.library.Library("npu_tuned_model", "DEF")
+_library.define("packed_linear(Tensor rows, Tensor packed, Tensor? bias) -> Tensor")
+
+
+def _packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], None)
+
+
+def _packed_linear_meta(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], packed.shape[0])
+
+
+# oneDNN's own operator can't be called from a compiled graph with a weight that isn't frozen into it (inductor
+# insists on a constant), and freezing would copy every weight once per graph. Behind a name of its own it can.
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+_library.impl("packed_linear", _packed_linear_meta, "Meta")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is held in oneDNN's blocked layout, in one piece or in several.
+
+    Source: oneDNN inner product with a reordered weight, as inductor's freezing uses it. Reads of the weight run at
+    the memory's speed for 1 to 8 rows, where ``F.linear`` on the plain layout reaches about half of it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        """weight (out, in) bfloat16 or float32 on a CPU; sizes: rows of each piece, adding up to out."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.sizes = list(sizes)
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        self.pieces = nn.ParameterList(
+            nn.Parameter(pack(piece.contiguous(), PACKING_ROWS), requires_grad=False)
+            for piece in weight.detach().split(self.sizes)
+        )
+        if bias is not None:
+            for index, piece in enumerate(bias.detach().split(self.sizes)):
+                self.register_buffer(f"bias{index}", piece.clone(), persistent=False)
+
+    def _bias(self, index: int) -> Tensor | None:
+        return getattr(self, f"bias{index}", None)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        parts = self.split(rows)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """One result per piece."""
+        op = torch.ops.npu_tuned_model.packed_linear.default
+        return [op(rows, piece, self._bias(index)) for index, piece in enumerate(self.pieces)]
+
+    def dense_weight(self) -> Tensor:
+        """The weight as (out, in), bit for bit as it was packed."""
+        return torch.cat([piece.detach().to_dense() for piece in self.pieces])
+
+    @property
+    def bias(self) -> Tensor | None:
+        if self._bias(0) is None:
+            return None
+        return torch.cat([getattr(self, f"bias{index}") for index in range(len(self.sizes))])
+
+
+class InputMajorLinear(nn.Module):
+    """A linear layer whose weight is stored (in, out), so that an NPU graph holds a MatMul and no Transpose."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(tokens, in) to (tokens, out)."""
+        if self.bias is None:
+            return torch.mm(rows, self.weight)
+        return torch.addmm(self.bias, rows, self.weight)
+
+    def dense_weight(self) -> Tensor:
+        """The weight as (out, in)."""
+        return self.weight.detach().t()
+
+
+def split_linear(linear: nn.Module, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """One matmul per slice of a fused weight: what the model computed before the weights were fused.
+
+    Args:
+        linear: nn.Linear or one of this file's replacements, with sum(sizes) output features.
+        rows: (tokens, in).
+        sizes: output features of each slice.
+
+    Returns:
+        one (tokens, size) tensor per slice.
+    """
+    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(list(sizes))
+    if isinstance(linear, PackedLinear):
+        if linear.sizes != list(sizes):
+            raise ValueError(f"the weight was packed in pieces of {linear.sizes}, not of {list(sizes)}")
+        return linear.split(rows)
+    if isinstance(linear, InputMajorLinear):
+        weights = [weight.t() for weight in linear.weight.split(list(sizes), dim=1)]
+    else:
+        weights = list(linear.weight.split(list(sizes)))
+    return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+def packer_for(device: torch.device, dtype: torch.dtype) -> Callable[[nn.Linear, Sequence[int]], nn.Module] | None:
+    """How a linear layer's weight is re-laid for this device, or None where the plain layout is the best there is."""
+    if device.type == "npu":
+        return lambda linear, sizes: InputMajorLinear(linear.weight, linear.bias)
+    if device.type == "cpu" and dtype in PACKABLE_DTYPES and torch.backends.mkldnn.is_available():
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return None
+        return lambda linear, sizes: PackedLinear(linear.weight, linear.bias, sizes)
+    return None

@@ -1,0 +1,125 @@
+"""From a checkpoint folder to a model that is ready to run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.modeling_utils import no_init_weights
+
+from npu_tuned_model import checkpoint
+from npu_tuned_model.device import resolve_device, resolve_dtype
+from npu_tuned_model.errors import UserError
+from npu_tuned_model.linear import packer_for
+from npu_tuned_model.tuning import TuningOptions
+
+if TYPE_CHECKING:
+    from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
+
+_FROM_PRETRAINED_OPTIONS = ("torch_dtype", "device", "device_map", "options", "low_cpu_mem_usage")
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = None,
+    options: TuningOptions | None = None,
+) -> Qwen2ForCausalLM:
+    """Load a plain Hugging Face checkpoint of Qwen1.5, Qwen2 or Qwen2.5 (dense), fused while it streams.
+
+    Args:
+        path: folder with config.json and the weights, or a Hub id.
+        device: "auto", "cpu", "cuda" or "npu".
+        dtype: "float32", "bfloat16" or "float16"; by default what the checkpoint says.
+        options: which optimisations are on; by default all.
+
+    Returns:
+        the model in evaluation mode; eager until ``model.run_graph()`` is called.
+
+    Raises:
+        CheckpointError: for a checkpoint that is missing, broken or not of this architecture.
+        UserError: for a device that isn't there or an unknown dtype.
+    """
+    from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
+
+    device = resolve_device(device) if isinstance(device, str) else device
+    folder = checkpoint.resolve_checkpoint(os.fspath(path))
+    config = checkpoint.read_config(folder)
+    if isinstance(dtype, str):
+        dtype = resolve_dtype(dtype)
+    dtype = dtype or config.torch_dtype or torch.bfloat16
+    if dtype == torch.float16:
+        warnings.warn(
+            "Qwen2's activations overflow in float16; use bfloat16, or check the results with --check_finite",
+            stacklevel=2,
+        )
+    config.torch_dtype = dtype
+    with torch.device("meta"), no_init_weights():
+        model = Qwen2ForCausalLM(config, options)
+    packer = _LayerPacker(model, device, dtype)
+    checkpoint.load_weights(model, folder, dtype=dtype, device=device, on_ready=packer)
+    model.model.rotary.fill(device, dtype)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.requires_grad_(False).eval()
+
+
+def from_pretrained(model_class: type, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Qwen2ForCausalLM:
+    """load_model in the spelling of transformers: torch_dtype, device_map ("cpu", "cuda", "npu" or "auto").
+
+    As in transformers, the dtype is float32 unless torch_dtype is given, and the device is the CPU.
+
+    Raises:
+        UserError: for any other keyword.
+    """
+    unknown = sorted(set(kwargs) - set(_FROM_PRETRAINED_OPTIONS))
+    if args or unknown:
+        raise UserError(
+            f"the tuned model's from_pretrained doesn't take {', '.join(unknown) or 'positional arguments'}; "
+            f"it takes {', '.join(_FROM_PRETRAINED_OPTIONS)}"
+        )
+    dtype = kwargs.get("torch_dtype", torch.float32)
+    device = kwargs.get("device") or kwargs.get("device_map") or "cpu"
+    if not isinstance(device, (str, torch.device)):
+        raise UserError("the tuned model lives on one device; pass device_map='cpu', 'cuda', 'npu' or 'auto'")
+    return load_model(path, device=device, dtype=None if dtype == "auto" else dtype, options=kwargs.get("options"))
+
+
+def pack_weights(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """Re-lay the weights of a model that was built, not loaded; the plain ones are dropped. In place."""
+    weight = model.model.embed_tokens.weight
+    packer = _LayerPacker(model, weight.device, weight.dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            packer(name, module)
+    return model
+
+
+class _LayerPacker:
+    """Replaces a linear layer by its packed form as soon as its weights are complete."""
+
+    def __init__(self, model: Qwen2ForCausalLM, device: torch.device, dtype: torch.dtype) -> None:
+        self.model = model
+        self.pack = packer_for(device, dtype) if model.options.packed_weights else None
+
+    def __call__(self, name: str, module: nn.Module) -> None:
+        tied = name == "lm_head" and self.model.config.tie_word_embeddings
+        # a tied output layer keeps the embedding's own weight: packing would make a second copy of it
+        if self.pack is None or tied or not isinstance(module, nn.Linear):
+            return
+        parent, _, child = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, self.pack(module, self._pieces(child, module)))
+
+    def _pieces(self, child: str, module: nn.Linear) -> list[int]:
+        options, width = self.model.options, module.out_features
+        if child == "qkv" and not options.fused_qkv:
+            kv_width = (width - self.model.config.hidden_size) // 2
+            return [self.model.config.hidden_size, kv_width, kv_width]
+        if child == "gate_up_proj" and not options.fused_gate_up:
+            return [width // 2, width // 2]
+        return [width]

@@ -1,0 +1,91 @@
+"""The two attention shapes a generation really uses, in plain torch: causal prefill and decode over a KV window.
+
+Layout BSND throughout: batch, sequence, heads, head size. The general attention ops (every mask and layout the
+vendor's operators know) call these where a call is exactly one of the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# One attention block covers this many query rows of every head. Measured on AVX512 CPUs: below 64 the matmuls get
+# too small, above 256 the scores no longer fit the second-level cache.
+BLOCK_ROWS = 128
+# The compiled graph holds one pair of matmuls per block and layer: longer prompts get longer blocks instead of more.
+MAX_BLOCKS = 16
+
+
+def causal_prefill(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """Causal attention of a prompt onto itself: row i sees keys 0..i.
+
+    Args:
+        query: (batch, sequence, heads, head_dim).
+        key, value: (batch, sequence, kv_heads, head_dim); heads is a multiple of kv_heads (GQA).
+        scale: factor on the scores.
+
+    Returns:
+        (batch, sequence, heads, head_dim), dtype of query.
+
+    Inside a compiled graph on a CPU the scores are computed block by block and only up to the diagonal, with the
+    query heads of one KV head as the rows of one matmul: 2.5 times as fast as scaled_dot_product_attention there.
+    Eager code and CUDA take scaled_dot_product_attention, whose kernel needs no compiler to be fused.
+    """
+    if query.device.type == "cpu" and torch.compiler.is_compiling():
+        return _blocked_causal(query, key, value, scale)
+    group = query.shape[2] // key.shape[2]
+    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    if group > 1:
+        heads_first[1:] = [tensor.repeat_interleave(group, dim=1) for tensor in heads_first[1:]]
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def _blocked_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+    keys = key.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, length)
+    values = value.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
+    queries = query.reshape(batch, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    block = max(BLOCK_ROWS, -(-length // MAX_BLOCKS))
+    blocks = []
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        rows = queries[:, :, :, start:end].reshape(batch * kv_heads, group * (end - start), head_dim)
+        scores = torch.bmm(rows, keys[:, :, :end]).view(batch * kv_heads, group, end - start, end)
+        row = torch.arange(start, end, device=query.device)
+        column = torch.arange(end, device=query.device)
+        scores = (scores.float() * scale).masked_fill(column[None, :] > row[:, None], float("-inf"))
+        weights = torch.softmax(scores, dim=-1).to(query.dtype).view(batch * kv_heads, group * (end - start), end)
+        context = torch.bmm(weights, values[:, :end])
+        blocks.append(context.view(batch, kv_heads, group, end - start, head_dim))
+    return torch.cat(blocks, dim=3).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+
+
+def windowed_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """Attention of one new token per row onto the filled part of the KV cache.
+
+    Args:
+        query: (batch, 1, heads, head_dim).
+        key, value: (batch, window, kv_heads, head_dim), may be a strided view of a longer cache. Slots at and behind
+            ``lengths[b]`` may hold anything finite.
+        lengths: (batch,) int64 on the same device, each 1..window.
+        scale: factor on the scores.
+
+    Returns:
+        (batch, 1, heads, head_dim), dtype of query.
+
+    The query heads of one KV head are the rows of one matmul, so the cache is read once and never repeated
+    (24 layers at 1024 positions: 4 ms against 24 ms for scaled_dot_product_attention in bfloat16 on two CPU cores).
+    """
+    batch, _, heads, head_dim = query.shape
+    window, kv_heads = key.shape[1], key.shape[2]
+    group = heads // kv_heads
+    keys = key.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, window)
+    values = value.transpose(1, 2).reshape(batch * kv_heads, window, head_dim)
+    scores = torch.bmm(query.reshape(batch * kv_heads, group, head_dim), keys).view(batch, kv_heads, group, window)
+    unfilled = torch.arange(window, device=query.device)[None, :] >= lengths[:, None]
+    scores = (scores.float() * scale).masked_fill(unfilled[:, None, None, :], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).to(query.dtype).view(batch * kv_heads, group, window)
+    return torch.bmm(weights, values).view(batch, 1, heads, head_dim)
