@@ -11,9 +11,9 @@ import json
 import pickle
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Union, cast
+from typing import Any, NamedTuple, cast
 
 import huggingface_hub
 import torch
@@ -39,14 +39,12 @@ _SIZES = (
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Old checkpoints carry this table; the model computes its own.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMES_SHOWN = 8
 _COMPARED_ROWS = 4096
 
 
-# ------------------------------------------------------------------------------------------------ finding and checking
-
-
-def resolve_checkpoint(path: Union[str, Path]) -> Path:
+def resolve_checkpoint(path: str | Path) -> Path:
     """The local folder of a checkpoint: `path` itself, or the download of the Hub model `path` names ("owner/name").
 
     Only configuration, tokenizer and safetensors files are fetched; pytorch_model*.bin when there are no safetensors.
@@ -133,7 +131,7 @@ def read_config(folder: Path) -> Qwen2Config:
     return config
 
 
-def _check_sizes(path: Path, raw: Dict[str, Any]) -> None:
+def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
     # A size that is left out would silently become that of another model: the default of Qwen2Config.
     for key in _SIZES:
         value = raw.get(key)
@@ -141,7 +139,7 @@ def _check_sizes(path: Path, raw: Dict[str, Any]) -> None:
             raise CheckpointError(f"{path}: {key} is {value!r}, expected a positive whole number")
 
 
-def _as_transformers_4_37(path: Path, raw: Dict[str, Any]) -> Dict[str, Any]:
+def _as_transformers_4_37(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     raw = dict(raw)
     if "dtype" in raw:
         raw.setdefault("torch_dtype", raw.pop("dtype"))
@@ -155,24 +153,21 @@ def _as_transformers_4_37(path: Path, raw: Dict[str, Any]) -> Dict[str, Any]:
     return raw
 
 
-def _read_json(path: Path) -> Dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({_first_line(error)}): download it again") from error
+        raise CheckpointError(f"{path} cannot be read as JSON ({_first_line(error)}): download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object: download it again")
     return value
-
-
-# ----------------------------------------------------------------------------------------------------- reading weights
 
 
 class StoredTensor(NamedTuple):
     """What a checkpoint says about one of its tensors."""
 
     file: Path
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -190,7 +185,7 @@ class WeightSource:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.tensors: Dict[str, StoredTensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         listed = _weight_files(Path(folder))
         missing = [file.name for file in listed if not file.is_file()]
         if missing:
@@ -204,12 +199,12 @@ class WeightSource:
                 _check_index(file, expected, set(found))
             self.tensors.update(found)
 
-    def __iter__(self) -> Iterator[Tuple[str, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in dict.fromkeys(stored.file for stored in self.tensors.values()):
             yield from _read_file(file)
 
 
-def _weight_files(folder: Path) -> Dict[Path, Optional[Set[str]]]:
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The weight files of a folder, each with the names an index lists for it (None: there is no index)."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -219,7 +214,7 @@ def _weight_files(folder: Path) -> Dict[Path, Optional[Set[str]]]:
             weight_map = _read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{index} has no weight_map from tensors to files: download it again")
-            files: Dict[Path, Optional[Set[str]]] = {}
+            files: dict[Path, set[str] | None] = {}
             for file in sorted(set(weight_map.values())):
                 files[folder / file] = {tensor for tensor, holder in weight_map.items() if holder == file}
             return files
@@ -228,7 +223,7 @@ def _weight_files(folder: Path) -> Dict[Path, Optional[Set[str]]]:
     )
 
 
-def _check_index(file: Path, expected: Set[str], found: Set[str]) -> None:
+def _check_index(file: Path, expected: set[str], found: set[str]) -> None:
     if expected - found:
         raise CheckpointError(
             f"{file} lacks tensors that the index lists for it: {_some(expected - found)}: download it again"
@@ -240,7 +235,7 @@ def _check_index(file: Path, expected: Set[str], found: Set[str]) -> None:
         )
 
 
-def _read_file(file: Path) -> Iterator[Tuple[str, Tensor]]:
+def _read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each tensor in a weight file; bytes are read from the disk only when a tensor is used."""
     try:
         if file.suffix == ".safetensors":
@@ -254,7 +249,9 @@ def _read_file(file: Path) -> Iterator[Tuple[str, Tensor]]:
                 raise CheckpointError(f"{file} is not a plain table of tensors: save the model's state_dict instead")
             for name in list(state):
                 yield name, state.pop(name).detach()
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({_first_line(error)}): check its permissions") from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         with file.open("rb") as stream:
             if stream.read(7) == b"version":
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the weights: run 'git lfs pull'") from error
@@ -263,16 +260,13 @@ def _read_file(file: Path) -> Iterator[Tuple[str, Tensor]]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------- filling a model
-
-
 def load_weights(
     model: nn.Module,
     folder: Path,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    on_ready: Optional[Callable[[str, nn.Module], None]] = None,
+    on_ready: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
     """Fill `model`, built on the meta device, with the weights of `folder`.
 
@@ -280,8 +274,8 @@ def load_weights(
     are copied. Peak memory is that of the weights plus one shard. Buffers are left alone.
 
     Args:
-        model: parameters named as in the checkpoint, or fused; `model.config` gives the head counts. A parameter that
-            stands in two places (tied embeddings) still does afterwards.
+        model: parameters named as in the checkpoint, or fused; `model.config` gives the head counts and whether
+            lm_head and embedding are tied, that is, become one Parameter.
         folder: a checkpoint that `read_config` accepts.
         dtype: of all parameters.
         device: of all parameters.
@@ -309,7 +303,7 @@ class _Piece(NamedTuple):
 
     target: str
     start: int
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 class _Filler:
@@ -323,24 +317,23 @@ class _Filler:
         model: nn.Module,
         dtype: torch.dtype,
         device: torch.device,
-        on_ready: Optional[Callable[[str, nn.Module], None]],
+        on_ready: Callable[[str, nn.Module], None] | None,
     ) -> None:
         self.model, self.dtype, self.device, self.on_ready = model, dtype, device, on_ready
-        self.pieces: Dict[str, _Piece] = {}
-        # A tied parameter has one target name (its first) and several places.
-        self.places: Dict[str, List[str]] = defaultdict(list)
-        self.shapes: Dict[str, torch.Size] = {}
-        self.requires_grad: Dict[str, bool] = {}
-        self.data: Dict[str, Tensor] = {}
-        self.placed: Set[Tuple[str, int]] = set()
+        self.pieces: dict[str, _Piece] = {}
+        # Tied embeddings are one target in two places.
+        self.places: dict[str, list[str]] = defaultdict(list)
+        self.shapes: dict[str, torch.Size] = {}
+        self.requires_grad: dict[str, bool] = {}
+        self.data: dict[str, Tensor] = {}
+        self.placed: set[tuple[str, int]] = set()
         self.outstanding: Counter[str] = Counter()
         self.incomplete: Counter[str] = Counter()
         config = cast(Qwen2Config, model.config)
-        first_name: Dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.device.type != "meta":
                 raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the meta device")
-            target = first_name.setdefault(id(parameter), name)
+            target = _EMBEDDING if name == _HEAD and config.tie_word_embeddings else name
             self.places[target].append(name)
             self.shapes[target] = parameter.shape
             self.requires_grad[target] = parameter.requires_grad
@@ -348,7 +341,7 @@ class _Filler:
             for source, start, rows in _pieces_of(name, parameter.shape[0], config):
                 self.pieces[source] = _Piece(target, start, (rows, *parameter.shape[1:]))
 
-    def expect(self, folder: Path, tensors: Dict[str, StoredTensor]) -> None:
+    def expect(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         """Check the tensors that are going to come; CheckpointError where they are not what the model needs."""
         left_over = [name for name in tensors if name not in self.pieces and not name.endswith(_IGNORED_SUFFIX)]
         if left_over:
@@ -356,8 +349,11 @@ class _Filler:
                 f"{folder} has weights that the model of its config.json does not: {_some(left_over)}"
             )
         # Of tied parameters one name is enough.
+        needed: dict[tuple[str, int], str] = {}
+        for name, piece in self.pieces.items():
+            needed.setdefault(piece[:2], name)
         coming = {self.pieces[name][:2] for name in tensors if name in self.pieces}
-        missing = [name for name, piece in self.pieces.items() if piece[:2] not in coming and name not in tensors]
+        missing = [name for place, name in needed.items() if place not in coming]
         if missing:
             raise CheckpointError(f"{folder} lacks weights that its config.json asks for: {_some(missing)}")
         for name, stored in tensors.items():
@@ -389,8 +385,7 @@ class _Filler:
             self.placed.add((target, start))
         elif not _same(destination, tensor):
             raise CheckpointError(
-                f"{' and '.join(self.places[target])} differ although config.json sets tie_word_embeddings: "
-                "set it to false"
+                f"{_HEAD} and {_EMBEDDING} differ although config.json sets tie_word_embeddings: set it to false"
             )
         self.outstanding[target] -= 1
         if self.outstanding[target] == 0:
@@ -413,77 +408,67 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return all(torch.equal(a, b.to(a)) for a, b in slices)
 
 
-# ------------------------------------------------------------------------------------------------- fusing, both ways
-
-
-def unfused_state_dict(model: nn.Module) -> Dict[str, Tensor]:
+def unfused_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a tuned model under the names of the Hugging Face checkpoint; the reverse of `load_weights`.
 
-    Nothing is copied on the CPU: the pieces of a fused parameter are views of it, each made to look like a storage of
-    its own, because `save_pretrained` drops tensors that share one. Elsewhere the pieces of fused parameters are
-    copied to the host, on their way to a file. A module that holds its weight in another form gives it through a
-    method `dense_weight() -> Tensor` of shape (out, in).
+    Plain weights on a CPU are not copied: the pieces of a fused one are views of it, each made to look like a storage
+    of its own, because `save_pretrained` drops tensors that share one. On an accelerator the pieces are copied to the
+    host, where they are bound to go; so is the weight of a module that holds it in another form and gives it through
+    a method `dense_weight() -> Tensor` of shape (out, in).
 
     Raises:
         ValueError: a fused parameter does not fit the head counts of `model.config`.
     """
     config = cast(Qwen2Config, model.config)
-    state: Dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        for attribute, tensor in _own_weights(module):
-            name = f"{module_name}.{attribute}"
-            pieces = _pieces_of(name, tensor.shape[0], config)
-            if len(pieces) == 1:
-                state[name] = tensor
-                continue
-            for source, start, rows in pieces:
-                state[source] = _detached_view(tensor, start, rows)
+    state: dict[str, Tensor] = {}
+    for name, tensor in _own_weights("", model):
+        pieces = _pieces_of(name, tensor.shape[0], config)
+        if len(pieces) == 1:
+            state[name] = tensor
+            continue
+        for source, start, rows in pieces:
+            piece = tensor.narrow(0, start, rows)
+            state[source] = torch.from_dlpack(piece) if piece.device.type == "cpu" else piece.cpu()
     if config.tie_word_embeddings:
         # One tensor under both names, also when lm_head holds the weight in another form.
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        state[_HEAD] = state[_EMBEDDING]
     return state
 
 
-def _own_weights(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+def _own_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     dense_weight = getattr(module, "dense_weight", None)
-    if dense_weight is None:
-        for name, parameter in module.named_parameters(recurse=False):
-            yield name, parameter.detach()
+    if dense_weight is not None:
+        # How such a module keeps its weight, in children of its own perhaps, is no part of the checkpoint.
+        yield f"{prefix}weight", dense_weight().detach().cpu().contiguous()
+        bias = cast("Tensor | None", module.bias)
+        if bias is not None:
+            yield f"{prefix}bias", bias.detach()
         return
-    yield "weight", dense_weight().detach()
-    bias = getattr(module, "bias", None)
-    if bias is not None:
-        yield "bias", bias.detach()
+    for name, parameter in module.named_parameters(recurse=False):
+        yield f"{prefix}{name}", parameter.detach()
+    for name, child in module.named_children():
+        yield from _own_weights(f"{prefix}{name}.", child)
 
 
-def _detached_view(tensor: Tensor, start: int, rows: int) -> Tensor:
-    piece = tensor.narrow(0, start, rows)
-    return torch.from_dlpack(piece) if piece.device.type == "cpu" else piece.cpu()
-
-
-def _pieces_of(name: str, total_rows: int, config: Qwen2Config) -> List[Tuple[str, int, int]]:
+def _pieces_of(name: str, total_rows: int, config: Qwen2Config) -> list[tuple[str, int, int]]:
     """(checkpoint name, first row, rows) of the pieces that make up the parameter `name` of the tuned model."""
     module_name, attribute = _split_name(name)
-    for fused, parts in _FUSED.items():
-        if module_name.endswith(f".{fused}"):
-            break
-    else:
+    fused = next((suffix for suffix in _FUSED if module_name.endswith(f".{suffix}")), None)
+    if fused is None:
         return [(name, 0, total_rows)]
     head_dim = config.hidden_size // config.num_attention_heads
-    key_rows = config.num_key_value_heads * head_dim
-    sizes = (
-        (config.num_attention_heads * head_dim, key_rows, key_rows)
-        if fused == "self_attn.qkv"
-        else (config.intermediate_size, config.intermediate_size)
-    )
+    if fused == "self_attn.qkv":
+        sizes = [head_dim * heads for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+    else:
+        sizes = [config.intermediate_size] * 2
     if sum(sizes) != total_rows:
         raise ValueError(f"{name} has {total_rows} rows, model.config asks for {' + '.join(map(str, sizes))}")
     prefix = module_name[: -len(fused)]
-    starts = (sum(sizes[:part]) for part in range(len(parts)))
-    return [(f"{prefix}{part}.{attribute}", start, rows) for part, start, rows in zip(parts, starts, sizes)]
+    starts = (sum(sizes[:index]) for index in range(len(sizes)))
+    return [(f"{prefix}{part}.{attribute}", start, rows) for part, start, rows in zip(_FUSED[fused], starts, sizes)]
 
 
-def _split_name(parameter_name: str) -> Tuple[str, str]:
+def _split_name(parameter_name: str) -> tuple[str, str]:
     module_name, _, attribute = parameter_name.rpartition(".")
     return module_name, attribute
 
