@@ -140,7 +140,8 @@ def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _as_transformers_4_37(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    raw = dict(raw)
+    # 4.37 takes a quantization_config for present even where it is null.
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     if "dtype" in raw:
         raw.setdefault("torch_dtype", raw.pop("dtype"))
     rope = raw.pop("rope_parameters", None)
@@ -249,15 +250,18 @@ def _read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise CheckpointError(f"{file} is not a plain table of tensors: save the model's state_dict instead")
             for name in list(state):
                 yield name, state.pop(name).detach()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({_first_line(error)}): check its permissions") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        with file.open("rb") as stream:
-            if stream.read(7) == b"version":
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the weights: run 'git lfs pull'") from error
-        raise CheckpointError(
-            f"{file} cannot be read, it is truncated or corrupt ({_first_line(error)}): download it again"
-        ) from error
+    # torch reports a file that is cut off as an OSError or a RuntimeError, depending on where.
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        raise CheckpointError(_why_unreadable(file, error)) from error
+
+
+def _why_unreadable(file: Path, error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return f"{file} cannot be read ({_first_line(error)}): check its permissions"
+    with file.open("rb") as stream:
+        if stream.read(7) == b"version":
+            return f"{file} is a Git LFS pointer, not the weights: run 'git lfs pull'"
+    return f"{file} cannot be read, it is truncated or corrupt ({_first_line(error)}): download it again"
 
 
 def load_weights(
