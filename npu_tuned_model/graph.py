@@ -90,13 +90,13 @@ class CompiledSteps:
         """As Qwen2ForCausalLM.prefill."""
         key = ("prefill", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
-            return self._prefill(input_ids, last_rows, cache)
+            return self._prefill(_own(input_ids), last_rows, cache)
 
     def decode(self, input_ids: Tensor, positions: Tensor, window: Tensor | None, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
         key = ("decode", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
-            return self._decode(input_ids, positions, window, cache)
+            return self._decode(_own(input_ids), positions, window, cache)
 
     def _compile(
         self, step: str, function: Callable[..., Tensor], compile_graph: Callable[..., Any]
@@ -124,6 +124,11 @@ class CompiledSteps:
         if self.backend == "torchair":
             return _torchair_backend(self.options, tiling_sink=model.options.tiling_sink)
         return torch._dynamo.lookup_backend("inductor")
+
+
+def _own(input_ids: Tensor) -> Tensor:
+    # a slice of the growing text has other strides at every step, and a graph is compiled for its inputs' strides
+    return input_ids.clone(memory_format=torch.contiguous_format)
 
 
 def _cache_shape(cache: KVCache) -> tuple[int, ...]:

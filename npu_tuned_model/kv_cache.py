@@ -33,6 +33,7 @@ class KVCache(Cache):
         capacity: tokens per row that may be stored.
         lengths: tokens stored so far in each row, known on the host (never read back from the device).
         positions: (batch,) int64 on the device, the slot and rotary position of each row's next token.
+        causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
     """
 
     def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
@@ -43,6 +44,8 @@ class KVCache(Cache):
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        # made here, outside any graph, because it is the same for every prompt
+        self.causal_mask = ops.compressed_causal_mask(device)
 
     def start(self, lengths: Sequence[int]) -> None:
         """Note the lengths of the prompts that prefill has stored."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npu_tuned_model import ops
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache
 from npu_tuned_model.tuning import OpTable
 
@@ -22,14 +21,12 @@ class PrefillStep:
 
     Attributes:
         cos, sin: (B, S, 1, D), dtype of the model.
-        causal_mask: the (2048, 2048) compressed mask that sparse_mode 3 takes.
     """
 
     op_table: OpTable
     cache: FixedKVCache | GrowingKVCache
     cos: Tensor
     sin: Tensor
-    causal_mask: Tensor
 
     @property
     def batch(self) -> int:
@@ -42,7 +39,7 @@ class PrefillStep:
             query,
             key,
             value,
-            atten_mask=self.causal_mask,
+            atten_mask=self.cache.causal_mask,
             num_heads=query.shape[2],
             scale_value=1.0 / math.sqrt(query.shape[3]),
             input_layout="BSND",
@@ -163,7 +160,7 @@ def prefill_step(
 ) -> PrefillStep:
     """The step for prompts padded (behind) to `length`."""
     cos, sin = rotary.prompt(cache.batch, length)
-    return PrefillStep(op_table, cache, cos, sin, ops.compressed_causal_mask(cos.device))
+    return PrefillStep(op_table, cache, cos, sin)
 
 
 def decode_step(
