@@ -151,8 +151,8 @@ def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) 
 
     Raises:
         ValueError: rank, axis, shapes, dtypes, or L over the capacity. The positions live on the device and are not
-            read: ``indices[b] + L`` must stay within the capacity. Portable code raises IndexError when it doesn't; an
-            NPU overwrites other memory, so check the positions where they are still host integers.
+            read: they must be 0 or more and ``indices[b] + L`` within the capacity. Past the end portable code raises
+            and an NPU overwrites other memory, so check positions where they are still host integers.
 
     Source: torch_npu.scatter_update_ (aclnnInplaceScatterUpdate).
     """

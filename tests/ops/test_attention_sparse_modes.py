@@ -120,7 +120,11 @@ def test_three_implementations_agree(mode, sizes, heads, limits, with_mask, data
     batch, rows, slots = sizes
     n, kvn = heads
     torch.manual_seed(mode + rows)
-    query, key, value = torch.randn(batch, rows, n, 8), torch.randn(batch, slots, kvn, 8), torch.randn(batch, slots, kvn, 8)
+    query, key, value = (
+        torch.randn(batch, rows, n, 8),
+        torch.randn(batch, slots, kvn, 8),
+        torch.randn(batch, slots, kvn, 8),
+    )
     query_lengths = data.draw(st.none() | st.lists(st.integers(1, rows), min_size=batch, max_size=batch))
     kv_lengths = data.draw(st.none() | st.lists(st.integers(0, slots), min_size=batch, max_size=batch))
     full = torch.rand(rows, slots) < 0.3
