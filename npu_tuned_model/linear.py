@@ -123,11 +123,11 @@ def split_linear(linear: nn.Module, rows: Tensor, sizes: Sequence[int]) -> list[
     return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
 
 
-def packer_for(device: torch.device, dtype: torch.dtype) -> Callable[[nn.Linear, Sequence[int]], nn.Module] | None:
+def packer_for(device_type: str, dtype: torch.dtype) -> Callable[[nn.Linear, Sequence[int]], nn.Module] | None:
     """How a linear layer's weight is re-laid for this device, or None where the plain layout is the best there is."""
-    if device.type == "npu":
+    if device_type == "npu":
         return lambda linear, sizes: InputMajorLinear(linear.weight, linear.bias)
-    if device.type == "cpu" and dtype in PACKABLE_DTYPES and torch.backends.mkldnn.is_available():
+    if device_type == "cpu" and dtype in PACKABLE_DTYPES and torch.backends.mkldnn.is_available():
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return None
         return lambda linear, sizes: PackedLinear(linear.weight, linear.bias, sizes)

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model that is ready to run."""
+"""From a checkpoint folder to a model that is ready to run, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import no_init_weights
 
 from npu_tuned_model import checkpoint
@@ -90,6 +90,19 @@ def from_pretrained(model_class: type, path: str | os.PathLike[str], *args: Any,
     return load_model(path, device=device, dtype=None if dtype == "auto" else dtype, options=kwargs.get("options"))
 
 
+def save_pretrained(model: Qwen2ForCausalLM, folder: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Write a plain Hugging Face checkpoint (unfused, unpacked), which stock transformers loads as well.
+
+    Args:
+        kwargs: what transformers' save_pretrained takes (max_shard_size, safe_serialization).
+    """
+    # copies: transformers takes slices of one fused tensor for one tensor saved under several names
+    tensors = {name: tensor.clone() for name, tensor in checkpoint.unfused_state_dict(model).items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    PreTrainedModel.save_pretrained(model, folder, state_dict=tensors, **kwargs)
+
+
 def pack_weights(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
     """Re-lay the weights of a model that was built, not loaded; the plain ones are dropped. In place."""
     weight = model.model.embed_tokens.weight
@@ -105,7 +118,7 @@ class _LayerPacker:
 
     def __init__(self, model: Qwen2ForCausalLM, device: torch.device, dtype: torch.dtype) -> None:
         self.model = model
-        self.pack = packer_for(device, dtype) if model.options.packed_weights else None
+        self.pack = packer_for(device.type, dtype) if model.options.packed_weights else None
 
     def __call__(self, name: str, module: nn.Module) -> None:
         tied = name == "lm_head" and self.model.config.tie_word_embeddings

@@ -152,6 +152,12 @@ class Qwen2ForCausalLM(GenerationSteps, Qwen2PreTrainedModel):
 
         return load.from_pretrained(cls, path, *args, **kwargs)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write a plain Hugging Face checkpoint; see npu_tuned_model.load.save_pretrained."""
+        from npu_tuned_model import load
+
+        load.save_pretrained(self, folder, **kwargs)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
