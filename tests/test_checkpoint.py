@@ -500,6 +500,26 @@ def test_one_shard_is_open_at_a_time(tmp_path: Path, safe_serialization: bool) -
     assert not mapped_files(folder)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+@pytest.mark.parametrize("safe_serialization", [False, True])
+def test_loading_closes_a_shard_before_it_opens_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe_serialization: bool
+) -> None:
+    items = list(weights_of(config_of()).items())
+    folder = write_checkpoint(tmp_path, config_of(), [dict(items[start::4]) for start in range(4)], safe_serialization)
+    place, name = (checkpoint, "safe_open") if safe_serialization else (torch, "load")
+    open_shard = getattr(place, name)
+    open_before: list[set[str]] = []
+
+    def observed(*args: object, **kwargs: object) -> object:
+        open_before.append(mapped_files(folder))
+        return open_shard(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, observed)
+    load(folder)
+    assert open_before == [set()] * 8  # four shards, their headers first
+
+
 MEASURE = """
 import sys
 from pathlib import Path
