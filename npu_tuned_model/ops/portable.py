@@ -39,9 +39,10 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> t
 
 
 def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = values.float().chunk(2, dim=-1)
-    cos_first, cos_second = cos.float().chunk(2, dim=-1)
-    sin_first, sin_second = sin.float().chunk(2, dim=-1)
+    # Against float32 cos and sin every product is computed in float32, without a float32 copy of the values.
+    first, second = values.chunk(2, dim=-1)
+    cos_first, cos_second = cos.chunk(2, dim=-1)
+    sin_first, sin_second = sin.chunk(2, dim=-1)
     rotated = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
     return torch.cat(rotated, dim=-1).to(values.dtype)
 
@@ -49,11 +50,12 @@ def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str, rotary_mode: str
 ) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.float(), sin.float()
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Tensor:
-    return _rotate(input, r1.to(input.dtype), r2.to(input.dtype))
+    return _rotate(input, r1.to(input.dtype).float(), r2.to(input.dtype).float())
 
 
 def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
@@ -73,8 +75,8 @@ def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) 
 
 
 def npu_swiglu(input: Tensor, dim: int) -> Tensor:
-    gate, up = input.float().chunk(2, dim=dim)
-    return (F.silu(gate) * up).to(input.dtype)
+    gate, up = input.chunk(2, dim=dim)
+    return (F.silu(gate.float()) * up).to(input.dtype)
 
 
 def npu_mm_all_reduce_base(
