@@ -77,7 +77,7 @@ class CompiledSteps:
         self.backend = _resolve_backend(options.backend, device)
         compile_graph = self._backend_function(model)
         self.graphs: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
         self._seen: set[tuple[Any, ...]] = set()
         self._prefill = self._compile("prefill", model.prefill, compile_graph)
         self._decode = self._compile("decode", model.decode, compile_graph)

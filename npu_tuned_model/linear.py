@@ -6,7 +6,7 @@ final. The plain weight is dropped, so no weight is held twice.
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from typing import Callable, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +100,10 @@ class InputMajorLinear(nn.Module):
         return self.weight.detach().t()
 
 
-def split_linear(linear: nn.Module, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+AnyLinear = Union[nn.Linear, PackedLinear, InputMajorLinear]
+
+
+def split_linear(linear: AnyLinear, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """One matmul per slice of a fused weight: what the model computed before the weights were fused.
 
     Args:
@@ -111,11 +114,11 @@ def split_linear(linear: nn.Module, rows: Tensor, sizes: Sequence[int]) -> list[
     Returns:
         one (tokens, size) tensor per slice.
     """
-    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(list(sizes))
     if isinstance(linear, PackedLinear):
         if linear.sizes != list(sizes):
             raise ValueError(f"the weight was packed in pieces of {linear.sizes}, not of {list(sizes)}")
         return linear.split(rows)
+    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(list(sizes))
     if isinstance(linear, InputMajorLinear):
         weights = [weight.t() for weight in linear.weight.split(list(sizes), dim=1)]
     else:

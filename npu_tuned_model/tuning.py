@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from npu_tuned_model import ops
 from npu_tuned_model.errors import UserError
-from npu_tuned_model.linear import split_linear
+from npu_tuned_model.linear import AnyLinear, split_linear
 from npu_tuned_model.ops import composed
 
 
@@ -132,11 +132,11 @@ class OpTable:
     apply_rotary_pos_emb: Callable[..., tuple[Tensor, Tensor]]
     prompt_flash_attention: Callable[..., Tensor]
     incre_flash_attention: Callable[..., Tensor]
-    project_qkv: Callable[[nn.Module, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
-    gate_up_swiglu: Callable[[nn.Module, Tensor], Tensor]
+    project_qkv: Callable[[AnyLinear, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
+    gate_up_swiglu: Callable[[AnyLinear, Tensor], Tensor]
 
 
-def _fused_qkv(qkv: nn.Module, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, head_dim = shape
     merged = qkv(hidden).view(tokens, -1, head_dim)
     kv_heads = (merged.shape[1] - heads) // 2
@@ -144,7 +144,7 @@ def _fused_qkv(qkv: nn.Module, hidden: Tensor, shape: tuple[int, int, int]) -> t
     return query, key, value
 
 
-def _separate_qkv(qkv: nn.Module, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def _separate_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, head_dim = shape
     query_width = heads * head_dim
     kv_width = (qkv.out_features - query_width) // 2
@@ -153,11 +153,11 @@ def _separate_qkv(qkv: nn.Module, hidden: Tensor, shape: tuple[int, int, int]) -
     return query, key, value
 
 
-def _fused_gate_up(gate_up: nn.Module, hidden: Tensor) -> Tensor:
+def _fused_gate_up(gate_up: AnyLinear, hidden: Tensor) -> Tensor:
     return ops.npu_swiglu(gate_up(hidden), dim=-1)
 
 
-def _separate_gate_up(gate_up: nn.Module, hidden: Tensor) -> Tensor:
+def _separate_gate_up(gate_up: AnyLinear, hidden: Tensor) -> Tensor:
     width = gate_up.out_features // 2
     gate, up = split_linear(gate_up, hidden, [width, width])
     return nn.functional.silu(gate) * up

@@ -133,7 +133,11 @@ def test_packed_layouts_compute_the_same_and_give_the_weight_back(dtype, bias):
         assert torch.equal(packed.dense_weight(), linear.weight)
         torch.testing.assert_close(packed(rows), linear(rows), **tolerance)
     expected = linear(rows).split(sizes, dim=1)
-    for layer in (linear, PackedLinear(linear.weight, linear.bias, sizes), InputMajorLinear(linear.weight, linear.bias)):
+    for layer in (
+        linear,
+        PackedLinear(linear.weight, linear.bias, sizes),
+        InputMajorLinear(linear.weight, linear.bias),
+    ):
         for part, whole in zip(split_linear(layer, rows, sizes), expected):
             torch.testing.assert_close(part, whole, **tolerance)
     with pytest.raises(ValueError, match=r"in pieces of \[80\]"):

@@ -35,10 +35,10 @@ def causal_prefill(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -
     if query.device.type == "cpu" and torch.compiler.is_compiling():
         return _blocked_causal(query, key, value, scale)
     group = query.shape[2] // key.shape[2]
-    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if group > 1:
-        heads_first[1:] = [tensor.repeat_interleave(group, dim=1) for tensor in heads_first[1:]]
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(1, 2)
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
 def _blocked_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
