@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import no_init_weights
 
 from npu_tuned_model import checkpoint
+from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.linear import packer_for
@@ -48,8 +49,8 @@ def load_model(
     from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
 
     device = resolve_device(device) if isinstance(device, str) else device
-    folder = checkpoint.resolve_checkpoint(os.fspath(path))
-    config = checkpoint.read_config(folder)
+    folder = resolve_checkpoint(os.fspath(path))
+    config = read_config(folder)
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype)
     dtype = dtype or config.torch_dtype or torch.bfloat16
@@ -96,8 +97,7 @@ def save_pretrained(model: Qwen2ForCausalLM, folder: str | os.PathLike[str], **k
     Args:
         kwargs: what transformers' save_pretrained takes (max_shard_size, safe_serialization).
     """
-    # copies: transformers takes slices of one fused tensor for one tensor saved under several names
-    tensors = {name: tensor.clone() for name, tensor in checkpoint.unfused_state_dict(model).items()}
+    tensors = checkpoint.unfused_state_dict(model)
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     PreTrainedModel.save_pretrained(model, folder, state_dict=tensors, **kwargs)

@@ -24,13 +24,8 @@ from transformers import Qwen2Config
 from transformers import Qwen2ForCausalLM as StockQwen2
 
 from npu_tuned_model import checkpoint, load_model
-from npu_tuned_model.checkpoint import (
-    WeightSource,
-    load_weights,
-    read_config,
-    resolve_checkpoint,
-    unfused_state_dict,
-)
+from npu_tuned_model.checkpoint import WeightSource, load_weights, unfused_state_dict
+from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.errors import CheckpointError, UserError
 
 CPU = torch.device("cpu")
@@ -525,7 +520,8 @@ import sys
 from pathlib import Path
 import torch
 from checkpoints import empty_model
-from npu_tuned_model.checkpoint import load_weights, read_config
+from npu_tuned_model.checkpoint import load_weights
+from npu_tuned_model.config import read_config
 
 def kilobytes(field):
     lines = Path("/proc/self/status").read_text().splitlines()

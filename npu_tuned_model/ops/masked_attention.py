@@ -91,8 +91,7 @@ def _is_causal_prefill(call: AttentionCall) -> bool:
 def _window_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scale: float) -> Tensor:
     if lengths is None:
         lengths = torch.full((query.shape[0],), key.shape[1], dtype=torch.int64, device=query.device)
-    context = windowed_decode(query, key, value, lengths, scale=scale)
-    return context.masked_fill((lengths == 0)[:, None, None, None], 0.0)
+    return windowed_decode(query, key, value, lengths, scale=scale)
 
 
 def _as_tensor(lengths: Lengths | None, batch: int, device: torch.device) -> Tensor | None:

@@ -70,7 +70,7 @@ def windowed_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, 
         query: (batch, 1, heads, head_dim).
         key, value: (batch, window, kv_heads, head_dim), may be a strided view of a longer cache. Slots at and behind
             ``lengths[b]`` may hold anything finite.
-        lengths: (batch,) int64 on the same device, each 1..window.
+        lengths: (batch,) int64 on the same device, each 0..window; 0 gives a row of zeros.
         scale: factor on the scores.
 
     Returns:
@@ -85,7 +85,8 @@ def windowed_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, 
     keys = key.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, window)
     values = value.transpose(1, 2).reshape(batch * kv_heads, window, head_dim)
     scores = torch.bmm(query.reshape(batch * kv_heads, group, head_dim), keys).view(batch, kv_heads, group, window)
-    unfilled = torch.arange(window, device=query.device)[None, :] >= lengths[:, None]
-    scores = (scores.float() * scale).masked_fill(unfilled[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(query.dtype).view(batch * kv_heads, group, window)
-    return torch.bmm(weights, values).view(batch, 1, heads, head_dim)
+    unfilled = (torch.arange(window, device=query.device)[None, :] >= lengths[:, None])[:, None, None, :]
+    # a finite score and a second fill, so that a row of length 0 gives 0 and not NaN
+    scores = (scores.float() * scale).masked_fill(unfilled, torch.finfo(torch.float32).min)
+    weights = torch.softmax(scores, dim=-1).masked_fill(unfilled, 0.0).to(query.dtype)
+    return torch.bmm(weights.view(batch * kv_heads, group, window), values).view(batch, 1, heads, head_dim)
