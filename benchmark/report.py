@@ -1,0 +1,182 @@
+"""A report on the console: tables of what was in force, how fast it was, and how it compares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+ROWS: tuple[tuple[str, str, str], ...] = (
+    ("prefill_ms", "prefill, ms", "{:.1f}"),
+    ("decode_ms", "decode, ms per token", "{:.2f}"),
+    ("ttft_ms", "time to first token, ms", "{:.1f}"),
+    ("tpot_ms", "time per output token, ms", "{:.2f}"),
+    ("tokens_per_s", "tokens/s, prefill included", "{:.1f}"),
+    ("decode_tokens_per_s", "tokens/s, decode only", "{:.1f}"),
+    ("samples_per_s", "samples/s", "{:.3f}"),
+    ("prefill_share_of_matmul_peak", "prefill, share of matmul peak", "{:.0%}"),
+    ("decode_share_of_bandwidth", "decode, share of memory bandwidth", "{:.0%}"),
+    ("decode_per_weights_read", "decode, in reads of the weights", "{:.2f}"),
+)
+
+
+def gigabytes(count: float) -> str:
+    """Decimal gigabytes, megabytes below one tenth of one."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def spread(values: dict[str, float] | None, form: str) -> str:
+    """ "median (min .. max)", or a dash."""
+    if values is None:
+        return "–"
+    middle, low, high = (form.format(values[key]) for key in ("median", "min", "max"))
+    return middle if low == high else f"{middle} ({low} .. {high})"
+
+
+def agreement_line(name: str, entry: dict[str, Any]) -> str:
+    """One pair of models' token agreement in words."""
+    line = f"{name}: {entry['equal_share']:.1%} of the tokens equal"
+    parts = [
+        f"row {row} at token {index} (logit gap {gap:.3f})"
+        for row, (index, gap) in enumerate(zip(entry["first_difference_per_row"], entry["logit_gap_per_row"]))
+        if index is not None
+    ]
+    return f"{line}; first differences: {', '.join(parts)}" if parts else line
+
+
+def graph_line(execution: dict[str, Any]) -> tuple[str, bool]:
+    """What was compiled, and whether the promise held that nothing is compiled after warm-up."""
+    if execution["mode"] == "eager":
+        return "eager: nothing compiled", True
+    compiled = ", ".join(
+        f"{step}: {count} graph{'s' if count != 1 else ''}, {execution['first_call_s'].get(step, 0.0):.1f} s"
+        for step, count in execution["graphs"].items()
+    )
+    late = execution["graphs_after_warm_up"]
+    if late:
+        return f"{execution['mode']}: {compiled}; {late} compiled AFTER warm-up, so the times include compiling", False
+    return f"{execution['mode']}: {compiled}; none after warm-up", True
+
+
+def conditions(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the figures were taken on and with, as (name, value)."""
+    env, work, model = report["environment"], report["workload"], report["model"]
+    tokens = work["prompt_tokens_per_row"]
+    real = f"{min(tokens)}" if min(tokens) == max(tokens) else f"{min(tokens)} to {max(tokens)}"
+    cores = f"{env['cpu_cores']} cores, {env['torch_threads']} threads"
+    return [
+        ("model", f"{model['path'] or 'sample checkpoint (random weights)'}: {model['layers']} layers, hidden "
+         f"{model['hidden_size']}, {model['heads']}/{model['kv_heads']} heads, {model['dtype']}"),
+        ("workload", f"batch {work['batch_size']}, prompt {work['input_max_len_tokens']} tokens ({real} without "
+         f"padding), {work['max_new_tokens']} new tokens, {work['rounds']} rounds"),
+        ("prompts", f"{work['prompts']}{', in the chat template' if work['chat_template'] else ''}"),
+        ("decoding", work["decoding"]),
+        ("device", f"{env['device']}; {env['cpu']}, {cores}; {env['system']}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in env["versions"].items())),
+        ("execution", f"{report['execution']['mode']} (asked for: {report['execution']['asked']})"),
+    ]  # fmt: skip
+
+
+def limits(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The measured ceilings and the memory, as (name, value)."""
+    ceiling, memory = report["ceilings"]["summary"], report["memory"]
+    rows = [
+        ("memory bandwidth (reading)", f"{spread(ceiling['bandwidth_gb_per_s'], '{:.1f}')} GB/s"),
+        ("one read of the weights", f"{spread(ceiling['weights_read_ms'], '{:.2f}')} ms"),
+        ("matmul peak", f"{spread(ceiling['matmul_tflop_per_s'], '{:.3f}')} TFLOP/s "
+         f"({report['ceilings']['rounds'][-1]['matmul_shape']})"),
+        ("weights", gigabytes(memory["weights_bytes"])),
+        ("KV cache", gigabytes(memory["kv_cache_bytes"])),
+        ("peak while loading", f"{gigabytes(memory['load_peak_bytes'])} ({gigabytes(memory['before_load_bytes'])} "
+         f"before; {memory['measured']})"),
+        ("peak with the tuned model", f"{gigabytes(memory['tuned_peak_bytes'])} (warm-up, compiling included)"),
+    ]  # fmt: skip
+    if report["comparison"]:
+        rows.append(("peak with stock beside it", gigabytes(memory["all_models_peak_bytes"])))
+    return rows
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Print all of it."""
+    console.print(_pairs("Conditions", conditions(report)))
+    console.print(_in_force(report["in_force"]))
+    console.print(_figures(report["variants"]))
+    console.print(_pairs("Measured limits and memory", limits(report)))
+    line, kept = graph_line(report["execution"])
+    console.print(f"Graphs: {line}", style="" if kept else "bold red", markup=False, highlight=False)
+    if report["comparison"]:
+        _print_comparison(report["comparison"], console)
+    if report["ablation"]:
+        console.print(_ablation(report["ablation"]))
+    if report["sample_text"] is not None:
+        console.print("Start of row 0's text:", report["sample_text"][:300], markup=False, highlight=False)
+    for note in report["notes"]:
+        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False)
+
+
+def comparison_lines(comparison: dict[str, Any]) -> list[str]:
+    """The speed-up of each step and the token agreement of each pair, in words."""
+    lines = []
+    for step in ("prefill", "decode"):
+        entry = comparison[step]
+        if entry is not None:
+            lines.append(
+                f"{step}: {spread(entry['ratio'], '{:.2f}')} times as fast as {entry['against']}, the better stock"
+            )
+    lines += [agreement_line(name, entry) for name, entry in comparison["tokens"].items()]
+    return lines
+
+
+def _print_comparison(comparison: dict[str, Any], console: Console) -> None:
+    for line in comparison_lines(comparison):
+        speed = line.startswith(("prefill", "decode"))
+        console.print(line, style="bold" if speed else "", markup=False, highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = _table(title, "", "")
+    table.show_header = False
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def _in_force(rows: list[dict[str, Any]]) -> Table:
+    table = _table("What is in force", "optimisation", "asked for", "active", "how, or why not")
+    for row in rows:
+        active = "[green]yes[/green]" if row["active"] else "[yellow]no[/yellow]"
+        table.add_row(row["name"], "yes" if row["asked"] else "no", active, escape(row["why"]))
+    return table
+
+
+def _figures(variants: dict[str, Any]) -> Table:
+    table = _table("Median over rounds (range)", "", *variants)
+    for key, label, form in ROWS:
+        values = [spread(variant["summary"].get(key), form) for variant in variants.values()]
+        table.add_row(label, *values)
+    return table
+
+
+def _ablation(rows: list[dict[str, Any]]) -> Table:
+    table = _table("Ablation, each row adds to the one above: prefill / decode, ms", "optimisation", "eager", "graph")
+    for row in rows:
+        table.add_row(row["optimisation"], ablation_cell(row["eager"]), ablation_cell(row["graph"]))
+    return table
+
+
+def ablation_cell(figures: dict[str, Any] | None) -> str:
+    """ "prefill / decode" medians, or a dash."""
+    if figures is None:
+        return "–"
+    decode = figures["decode_ms"]
+    return f"{figures['prefill_ms']['median']:.1f} / {'–' if decode is None else format(decode['median'], '.2f')}"
