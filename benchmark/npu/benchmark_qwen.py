@@ -13,22 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
 
-
-class OneLineErrors(click.Command):
-    """A command whose every error is one line on stderr."""
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        try:
-            result: Any = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.ClickException as error:
-            click.echo(f"Error: {' '.join(error.format_message().split())}", err=True)
-            sys.exit(error.exit_code)
-        except click.Abort:
-            click.echo("Aborted", err=True)
-            sys.exit(130)
-        if standalone_mode:
-            sys.exit(result if isinstance(result, int) else 0)
-        return result
+from benchmark.command import OneLineErrors, user_errors
 
 
 def _positive() -> click.IntRange:
@@ -70,11 +55,10 @@ def main(output_dir: Path | None, force: bool, compare: str | None, model_path: 
     from benchmark import report as console_report
     from benchmark import runner
     from benchmark.output import OutputFolder
-    from npu_tuned_model.errors import UserError
 
     console = Console()
     compare = compare or ("none" if model_path else "stock")
-    try:
+    with user_errors():
         settings = runner.Settings(model_path=model_path, compare=compare == "stock", **options)
         prepared = runner.prepare(settings, console)
         output = OutputFolder(output_dir, force=force)
@@ -84,8 +68,6 @@ def main(output_dir: Path | None, force: bool, compare: str | None, model_path: 
             files = output.write(report)
         finally:
             output.discard()
-    except UserError as error:
-        raise click.ClickException(str(error)) from error
     console.print(f"Written: {', '.join(str(file) for file in files)}", soft_wrap=True, markup=False, highlight=False)
 
 
