@@ -25,8 +25,9 @@ from torch.nn import functional as F
 
 from npu_tuned_model.errors import UserError
 
-NAME = "qwen2-0.5b-shape-1"
-SEED = 2024
+# of a few seeds tried, the one whose best tokens are never close together in the default workload
+SEED = 1
+NAME = f"qwen2-0.5b-shape-seed{SEED}"
 END_OF_TEXT = "<|endoftext|>"
 # Qwen2-0.5B's config.json, but for max_position_embeddings (131072 there).
 CONFIG: dict[str, Any] = {
@@ -56,6 +57,7 @@ CONFIG: dict[str, Any] = {
 
 _BYTES = 256
 _MEMORY_GAIN = 4.0  # length of each planted successor, in lengths of an embedding
+_FIRST = 1.2  # the first successor's advantage over the second: the noise overturns it now and then, seldom narrowly
 _NOISE = 0.02  # what each half layer adds to the residual stream, per element
 
 
@@ -150,7 +152,7 @@ def _plant_successors(weights: dict[str, Tensor], eps: float) -> None:
     gate, up = (normed @ weights[f"{prefix}{name}_proj.weight"].float().t() for name in ("gate", "up"))
     keys = F.silu(gate) * up
     # multiplier 1 mod 4 and odd increments: each of the two maps alone walks through all bytes before it repeats
-    values = embedding[(5 * tokens + 17) % _BYTES] + embedding[(5 * tokens + 93) % _BYTES]
+    values = _FIRST * embedding[(5 * tokens + 17) % _BYTES] + embedding[(5 * tokens + 93) % _BYTES]
     memory = (_MEMORY_GAIN * values / keys.pow(2).sum(-1, keepdim=True)).t() @ keys
     weights[f"{prefix}down_proj.weight"] = memory.to(torch.bfloat16)
 

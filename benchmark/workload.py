@@ -186,6 +186,10 @@ def _fill(tokenizer: Any, text: str, length: int, *, chat: bool) -> str:
     frame = _count(tokenizer, _as_chat(tokenizer, "")) if chat else 0
     room = max(length - frame - _MARGIN, 1)
     once = max(_count(tokenizer, text), 1)
-    tokens = tokenizer(text * (room // once + 2), verbose=False)["input_ids"][:room]
-    # the cut may fall into the bytes of one character
-    return str(tokenizer.decode(tokens)).rstrip("\ufffd")
+    tokens = tokenizer(text * (room // once + 2), verbose=False)["input_ids"]
+    filled = ""
+    while not filled:
+        # the cut may fall into the bytes of one character; where that is the first, take it whole
+        filled = str(tokenizer.decode(tokens[:room])).rstrip("\ufffd")
+        room += 1
+    return filled
