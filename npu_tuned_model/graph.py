@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import shutil
@@ -123,7 +124,10 @@ class CompiledSteps:
     def _backend_function(self, model: Any) -> Callable[..., Any]:
         if self.backend == "torchair":
             return _torchair_backend(self.options, tiling_sink=model.options.tiling_sink)
-        return torch._dynamo.lookup_backend("inductor")
+        # decode's small kernels are faster on one thread than the barrier between two: 240 ms a token instead of 330
+        # on two cores with a busy neighbour, and no slower without one
+        patches = {"cpp.min_chunk_size": 4096}
+        return functools.partial(torch._dynamo.lookup_backend("inductor"), config_patches=patches)
 
 
 def _own(input_ids: Tensor) -> Tensor:
