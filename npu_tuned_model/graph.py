@@ -127,7 +127,8 @@ class CompiledSteps:
         # decode's small kernels are faster on one thread than the barrier between two: 240 ms a token instead of 330
         # on two cores with a busy neighbour, and no slower without one
         patches = {"cpp.min_chunk_size": 4096}
-        return functools.partial(torch._dynamo.lookup_backend("inductor"), config_patches=patches)
+        inductor: Any = torch._dynamo.lookup_backend("inductor")
+        return functools.partial(inductor, config_patches=patches)
 
 
 def _own(input_ids: Tensor) -> Tensor:
