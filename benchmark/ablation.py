@@ -63,7 +63,7 @@ def run_ablation(
         subject = load_stock(folder, device=device, dtype=dtype)[index]
         rows.append({"optimisation": label, "eager": _measure(subject, workload, device, rounds), "graph": None})
         del subject
-        _free()
+        _free(device)
     for label, options in cumulative_options(device, graph=graph):
         on_row(label)
         model = load_model(folder, device=device, dtype=dtype, options=options)
@@ -74,7 +74,7 @@ def run_ablation(
             row["graph"] = _measure(Subject(label, model), workload, device, rounds)
         rows.append(row)
         del model
-        _free()
+        _free(device)
     return rows
 
 
@@ -84,9 +84,9 @@ def _measure(subject: Subject, workload: Workload, device: torch.device, rounds:
     return {key: summary.get(key) for key in ("prefill_ms", "decode_ms")}
 
 
-def _free() -> None:
+def _free(device: torch.device) -> None:
     """Let go of a model's graphs and memory before the next is loaded."""
     torch._dynamo.reset()
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()

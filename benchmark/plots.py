@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 from typing import Any
 
 import matplotlib
@@ -71,7 +72,7 @@ def _per_token(variants: dict[str, Any]) -> str:
             steps = [sorted(values) for values in zip(*(values["step_ms"][1:] for values in figures["rounds"]))]
             tokens = range(2, len(steps) + 2)
             colour = _COLOURS.get(name, _OTHER)
-            axes.plot(tokens, [values[len(values) // 2] for values in steps], color=colour, label=name, linewidth=1.4)
+            axes.plot(tokens, [statistics.median(values) for values in steps], color=colour, label=name, linewidth=1.4)
             axes.fill_between(
                 tokens, [v[0] for v in steps], [v[-1] for v in steps], color=colour, alpha=0.18, linewidth=0
             )
@@ -120,7 +121,7 @@ def _ablation(rows: list[dict[str, Any]]) -> str:
             if column == 0:
                 axes.set_yticks(range(len(rows)), [row["optimisation"] for row in rows])
                 axes.invert_yaxis()
-                axes.legend(frameon=False, loc="lower right")
+                axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         return _svg(figure)
 
 
