@@ -17,7 +17,7 @@ from transformers.models.qwen2 import modeling_qwen2 as stock
 
 from npu_tuned_model.generation import GenerationSteps
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache
-from npu_tuned_model.step import RotaryTable, decode_step, prefill_step
+from npu_tuned_model.step import RotaryTable, decode_step, prefill_step, run_layer
 from npu_tuned_model.tuning import OpTable, TuningOptions, select_ops
 
 Step = Any
@@ -110,6 +110,7 @@ class Qwen2Model(Qwen2PreTrainedModel):
         super().__init__(config)
         op_table = select_ops(options)
         self.ops = op_table
+        self.run_layer = run_layer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Qwen2DecoderLayer(config, layer, op_table) for layer in range(config.num_hidden_layers)
@@ -125,7 +126,7 @@ class Qwen2Model(Qwen2PreTrainedModel):
         """input_ids (batch, sequence) to normed hidden states (batch * sequence, hidden)."""
         hidden, residual = self.embed_tokens(input_ids.reshape(-1)), None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, step)
+            hidden, residual = self.run_layer(layer, hidden, residual, step)
         return self.norm(hidden, residual)[0]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,3 +177,8 @@ def decode_step(
         assert window is not None
         return GrowingDecodeStep(op_table, cache, cos, sin, window)
     return DecodeStep(op_table, cache, cos, sin, positions, positions + 1, window)
+
+
+def run_layer(layer: torch.nn.Module, hidden: Tensor, residual: Tensor | None, step: Any) -> tuple[Tensor, Tensor]:
+    """Call one layer. A function of its own, so that a compiler can be told that it is the same for every layer."""
+    return layer(hidden, residual, step)
