@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-# OpenMP threads that spin for long beside busy neighbours hold the others up; read when torch is first imported
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click

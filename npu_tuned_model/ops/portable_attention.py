@@ -104,10 +104,10 @@ def _wide_decode(query: Tensor, key: Tensor, value: Tensor, unfilled: Tensor, sc
     window, kv_heads = key.shape[1], key.shape[2]
     group, width = heads // kv_heads, kv_heads * head_dim
     own = torch.eye(kv_heads, dtype=query.dtype, device=query.device)[:, None, :, None]
-    queries = (query.reshape(kv_heads, group, 1, head_dim) * own).reshape(1, heads, width)
-    scores = torch.bmm(queries, key.reshape(1, window, width).transpose(1, 2))
-    weights = _masked_softmax(scores, unfilled, scale, query.dtype)
-    context = torch.bmm(weights, value.reshape(1, window, width)).view(kv_heads, group, kv_heads, head_dim)
+    queries = (query.reshape(kv_heads, group, 1, head_dim) * own).reshape(heads, width)
+    scores = torch.mm(queries, key.reshape(window, width).t())
+    weights = _masked_softmax(scores, unfilled[0], scale, query.dtype)
+    context = torch.mm(weights, value.reshape(window, width)).view(kv_heads, group, kv_heads, head_dim)
     return context.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(1, 1, heads, head_dim)
 
 
