@@ -32,7 +32,7 @@ def causal_prefill(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -
         (batch, sequence, heads, head_dim), dtype of query.
 
     Inside a compiled graph on a CPU the scores are computed block by block and only up to the diagonal, with the
-    query heads of one KV head as the rows of one matmul: 2.5 times as fast as scaled_dot_product_attention there.
+    query heads of one KV head as the rows of one matmul: nearly twice as fast as scaled_dot_product_attention there.
     Eager code and CUDA take scaled_dot_product_attention, whose kernel needs no compiler to be fused.
     """
     if query.device.type == "cpu" and torch.compiler.is_compiling():
@@ -56,10 +56,12 @@ def _blocked_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     for start in range(0, length, block):
         end = min(start + block, length)
         rows = queries[:, :, :, start:end].reshape(batch * kv_heads, group * (end - start), head_dim)
-        scores = torch.bmm(rows, keys[:, :, :end]).view(batch * kv_heads, group, end - start, end)
+        # in float32: rounding the scores to bfloat16 would put more error into the logits than the rest of the model
+        # does (0.051 on average instead of 0.029 without it); a tenth of the prefill's time buys that
+        scores = torch.bmm(rows.float(), keys[:, :, :end].float()).view(batch * kv_heads, group, end - start, end)
         row = torch.arange(start, end, device=query.device)
         column = torch.arange(end, device=query.device)
-        scores = (scores.float() * scale).masked_fill(column[None, :] > row[:, None], float("-inf"))
+        scores = (scores * scale).masked_fill(column[None, :] > row[:, None], float("-inf"))
         weights = torch.softmax(scores, dim=-1).to(query.dtype).view(batch * kv_heads, group * (end - start), end)
         context = torch.bmm(weights, values[:, :end])
         blocks.append(context.view(batch, kv_heads, group, end - start, head_dim))
