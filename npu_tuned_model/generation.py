@@ -58,7 +58,7 @@ class GenerationSteps:
         layers = len(self.model.layers)
         device = self.model.embed_tokens.weight.device
         if not self.options.fixed_kv_cache:
-            return GrowingKVCache(batch, capacity, layers, device)
+            return GrowingKVCache(batch, capacity, device)
         attention = self.model.layers[0].self_attn
         heads = attention.o_proj.in_features // attention.head_dim
         kv_heads = (attention.qkv.out_features // attention.head_dim - heads) // 2

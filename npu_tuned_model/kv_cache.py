@@ -36,10 +36,9 @@ class KVCache(Cache):
         causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
     """
 
-    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         self.batch = batch
         self.capacity = capacity
-        self.layers = layers
         self.lengths: list[int] = [0] * batch
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.keys: list[Tensor] = []
@@ -98,7 +97,7 @@ class FixedKVCache(KVCache):
         *,
         windowed: bool,
     ) -> None:
-        super().__init__(batch, capacity, layers, device)
+        super().__init__(batch, capacity, device)
         # One slot more than any window: a window that may equal the cache would be a second shape to compile for.
         slots = round_up(capacity + 1, CAPACITY_STEP)
         shape = (batch, slots, kv_heads, head_dim)
@@ -142,8 +141,8 @@ class GrowingKVCache(KVCache):
     the columns between a shorter prompt's end and the new tokens.
     """
 
-    def __init__(self, batch: int, capacity: int, layers: int, device: torch.device) -> None:
-        super().__init__(batch, capacity, layers, device)
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        super().__init__(batch, capacity, device)
         self.masked = torch.zeros(batch, 0, dtype=torch.bool, device=device)
 
     def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -158,8 +157,8 @@ class GrowingKVCache(KVCache):
     def decode_window(self) -> Tensor:
         """(batch, columns + 1) bool, True where a column is no token of that row; the new token's column is last."""
         self.masked = torch.cat([self.masked, self.masked.new_zeros(self.batch, 1)], dim=1)
-        for tensor, dimension in [(self.masked, 1)] + [(tensor, 1) for tensor in self.keys + self.values]:
-            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        for tensor in (self.masked, *self.keys, *self.values):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
         return self.masked
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from npu_tuned_model import CheckpointError, Qwen2ForCausalLM, TuningOptions, Us
 from npu_tuned_model.linear import InputMajorLinear, PackedLinear, packer_for, split_linear
 
 
-@pytest.fixture(params=["gqa_4_2_head_16", "mha_4_head_64"])
+@pytest.fixture(params=["gqa_4_2_head_16", "mha_4_head_64", "gqa_12_2_head_128"])
 def checkpoint(request, checkpoints):
     return checkpoints[request.param]
 
@@ -50,7 +50,8 @@ def test_no_weight_is_held_twice(checkpoint):
     rotary = sum(buffer.numel() for buffer in model.model.rotary.buffers())
     stock_weights = sum(parameter.numel() for parameter in stock.parameters())
     assert count(model) - rotary == stock_weights
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) if stock.config.tie_word_embeddings else True
+    if stock.config.tie_word_embeddings:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_saving_gives_back_the_checkpoint_bit_for_bit(checkpoint, tmp_path):
