@@ -24,7 +24,7 @@ lint: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3.11 found; install Python 3.11 or call make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cpu,benchmark,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[cpu,benchmark,simulate,test]"
 	@touch $@
 
 clean:
