@@ -2,7 +2,8 @@
 
 The tuned model names its parameters as the checkpoint does, except that q, k and v projections are one `qkv` and the
 gate and up projections one `gate_up_proj`. `load_weights` joins them while reading and `unfused_state_dict` takes them
-apart again, both from the one table `_FUSED`. Loading needs the memory of the weights plus that of one shard.
+apart again, both as checkpoint_layout.py says. Loading needs the memory of the weights plus that of one shard; a rank
+of many reads and holds its part only.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
+from npu_tuned_model.checkpoint_layout import (
+    EMBEDDING,
+    HEAD,
+    WHOLE,
+    Piece,
+    Shard,
+    pieces_of,
+    shape_of,
+    some,
+    split_name,
+)
 from npu_tuned_model.config import first_line, read_json
 from npu_tuned_model.errors import CheckpointError
 
-_FUSED = {
-    "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Old checkpoints carry this table; the model computes its own.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_NAMES_SHOWN = 8
 _COMPARED_ROWS = 4096
 
 
@@ -96,11 +102,11 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
 def _check_index(file: Path, expected: set[str], found: set[str]) -> None:
     if expected - found:
         raise CheckpointError(
-            f"{file} lacks tensors that the index lists for it: {_some(expected - found)}: download it again"
+            f"{file} lacks tensors that the index lists for it: {some(expected - found)}: download it again"
         )
     if found - expected:
         raise CheckpointError(
-            f"{file} holds tensors that the index does not list for it: {_some(found - expected)}: "
+            f"{file} holds tensors that the index does not list for it: {some(found - expected)}: "
             "index and shards are not of the same checkpoint, download them again"
         )
 
@@ -140,6 +146,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_ready: Callable[[str, nn.Module], None] | None = None,
+    shard: Shard = WHOLE,
+    converted: bool = False,
 ) -> None:
     """Fill `model`, built on the meta device, with the weights of `folder`.
 
@@ -154,6 +162,8 @@ def load_weights(
         device: of all parameters.
         on_ready: called as `on_ready(module_name, module)` as soon as a module's own parameters are complete. It may
             replace the module in its parent; nothing here refers to the module afterwards.
+        shard: the part of the weights that `model` holds; of the files, only this part is read.
+        converted: whether the checkpoint holds the fused rows, laid out for `shard.size` ranks.
 
     Raises:
         CheckpointError: damaged files; weights that are missing or left over, have another shape, or are quantised.
@@ -162,7 +172,7 @@ def load_weights(
         ValueError: a parameter is not on the meta device, or a fused one does not fit `model.config`.
     """
     source = WeightSource(folder)
-    filler = _Filler(model, dtype, device, on_ready)
+    filler = _Filler(model, dtype, device, on_ready, shard, converted)
     filler.expect(folder, source.tensors)
     with torch.no_grad():
         for name, tensor in source:
@@ -171,12 +181,52 @@ def load_weights(
             del tensor
 
 
-class _Piece(NamedTuple):
-    """Where a tensor of the checkpoint goes: rows [start, start + shape[0]) of the parameter `target`."""
+class Goal(NamedTuple):
+    """Where a piece of a checkpoint goes: the parameter of that name."""
 
     target: str
-    start: int
-    shape: tuple[int, ...]
+    piece: Piece
+
+
+def goals_of(
+    names: Iterable[str], config: Qwen2Config, shard: Shard = WHOLE, converted: bool = False
+) -> dict[str, Goal]:
+    """Checkpoint name -> Goal for the parameters `names` of the tuned model; tied ones have one target."""
+    goals = {}
+    for name in names:
+        target = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+        for piece in pieces_of(name, config, shard, converted=converted):
+            goals[piece.source] = Goal(target, piece)
+    return goals
+
+
+def check_tensors(folder: Path, tensors: dict[str, StoredTensor], goals: dict[str, Goal]) -> None:
+    """Raise CheckpointError where the tensors of a checkpoint are not what `goals` ask for."""
+    left_over = [name for name in tensors if name not in goals and not name.endswith(_IGNORED_SUFFIX)]
+    if left_over:
+        raise CheckpointError(f"{folder} has weights that the model of its config.json does not: {some(left_over)}")
+    # Of tied parameters one name is enough.
+    needed: dict[tuple[str, int], str] = {}
+    for name, (target, piece) in goals.items():
+        needed.setdefault((target, piece.target_start), name)
+    coming = {(target, piece.target_start) for name, (target, piece) in goals.items() if name in tensors}
+    missing = [name for place, name in needed.items() if place not in coming]
+    if missing:
+        raise CheckpointError(f"{folder} lacks weights that its config.json asks for: {some(missing)}")
+    for name, stored in tensors.items():
+        if name not in goals:
+            continue
+        expected = goals[name].piece.source_shape
+        if stored.dtype not in _WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{stored.file}: {name} is of {stored.dtype}: quantised checkpoints are not supported, use the "
+                "unquantised one"
+            )
+        if stored.shape != expected:
+            raise CheckpointError(
+                f"{stored.file}: {name} has shape {stored.shape}, config.json asks for {expected}: "
+                "the two are not of the same model"
+            )
 
 
 class _Filler:
@@ -191,9 +241,10 @@ class _Filler:
         dtype: torch.dtype,
         device: torch.device,
         on_ready: Callable[[str, nn.Module], None] | None,
+        shard: Shard,
+        converted: bool,
     ) -> None:
         self.model, self.dtype, self.device, self.on_ready = model, dtype, device, on_ready
-        self.pieces: dict[str, _Piece] = {}
         # Tied embeddings are one target in two places.
         self.places: dict[str, list[str]] = defaultdict(list)
         self.shapes: dict[str, torch.Size] = {}
@@ -203,62 +254,39 @@ class _Filler:
         self.outstanding: Counter[str] = Counter()
         self.incomplete: Counter[str] = Counter()
         config = cast(Qwen2Config, model.config)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.goals = goals_of(parameters, config, shard, converted)
+        for name, parameter in parameters.items():
             if parameter.device.type != "meta":
                 raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the meta device")
-            target = _EMBEDDING if name == _HEAD and config.tie_word_embeddings else name
+            target = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
             self.places[target].append(name)
+            _check_shape(name, parameter.shape, config, shard)
             self.shapes[target] = parameter.shape
             self.requires_grad[target] = parameter.requires_grad
-            self.incomplete[_split_name(name)[0]] += 1
-            for source, start, rows in _pieces_of(name, parameter.shape[0], config):
-                self.pieces[source] = _Piece(target, start, (rows, *parameter.shape[1:]))
+            self.incomplete[split_name(name)[0]] += 1
 
     def expect(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         """Check the tensors that are going to come; CheckpointError where they are not what the model needs."""
-        left_over = [name for name in tensors if name not in self.pieces and not name.endswith(_IGNORED_SUFFIX)]
-        if left_over:
-            raise CheckpointError(
-                f"{folder} has weights that the model of its config.json does not: {_some(left_over)}"
-            )
-        # Of tied parameters one name is enough.
-        needed: dict[tuple[str, int], str] = {}
-        for name, piece in self.pieces.items():
-            needed.setdefault(piece[:2], name)
-        coming = {self.pieces[name][:2] for name in tensors if name in self.pieces}
-        missing = [name for place, name in needed.items() if place not in coming]
-        if missing:
-            raise CheckpointError(f"{folder} lacks weights that its config.json asks for: {_some(missing)}")
-        for name, stored in tensors.items():
-            if name not in self.pieces:
-                continue
-            piece = self.pieces[name]
-            if stored.dtype not in _WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{stored.file}: {name} is of {stored.dtype}: quantised checkpoints are not supported, use the "
-                    "unquantised one"
-                )
-            if stored.shape != piece.shape:
-                raise CheckpointError(
-                    f"{stored.file}: {name} has shape {stored.shape}, config.json asks for {piece.shape}: "
-                    "the two are not of the same model"
-                )
-            self.outstanding[piece.target] += 1
+        check_tensors(folder, tensors, self.goals)
+        self.outstanding.update(self.goals[name].target for name in tensors if name in self.goals)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor into its place; hand over the modules that this completes."""
-        if name not in self.pieces:
+        """Copy this rank's part of one tensor into its place; hand over the modules that this completes."""
+        if name not in self.goals:
             return
-        target, start, (rows, *_) = self.pieces[name]
+        target, piece = self.goals[name]
         if target not in self.data:
             self.data[target] = torch.empty(self.shapes[target], dtype=self.dtype, device=self.device)
-        destination = self.data[target].narrow(0, start, rows)
-        if (target, start) not in self.placed:
-            destination.copy_(tensor)
-            self.placed.add((target, start))
-        elif not _same(destination, tensor):
+        destination = self.data[target].narrow(piece.dim, piece.target_start, piece.length)
+        # A view of the mapped file: the rest of the tensor is never read.
+        part = tensor.narrow(piece.dim, piece.start, piece.length)
+        if (target, piece.target_start) not in self.placed:
+            destination.copy_(part)
+            self.placed.add((target, piece.target_start))
+        elif not _same(destination, part):
             raise CheckpointError(
-                f"{_HEAD} and {_EMBEDDING} differ although config.json sets tie_word_embeddings: set it to false"
+                f"{HEAD} and {EMBEDDING} differ although config.json sets tie_word_embeddings: set it to false"
             )
         self.outstanding[target] -= 1
         if self.outstanding[target] == 0:
@@ -266,7 +294,7 @@ class _Filler:
 
     def _install(self, target: str) -> None:
         parameter = nn.Parameter(self.data.pop(target), requires_grad=self.requires_grad[target])
-        owners = [_split_name(place) for place in self.places[target]]
+        owners = [split_name(place) for place in self.places[target]]
         for module_name, attribute in owners:
             setattr(self.model.get_submodule(module_name), attribute, parameter)
         for module_name, _ in owners:
@@ -295,16 +323,17 @@ def unfused_state_dict(model: nn.Module) -> dict[str, Tensor]:
     config = cast(Qwen2Config, model.config)
     state: dict[str, Tensor] = {}
     for name, tensor in _own_weights("", model):
-        pieces = _pieces_of(name, tensor.shape[0], config)
+        _check_shape(name, tensor.shape, config, WHOLE)
+        pieces = pieces_of(name, config)
         if len(pieces) == 1:
             state[name] = tensor
             continue
-        for source, start, rows in pieces:
-            piece = tensor.narrow(0, start, rows)
-            state[source] = torch.from_dlpack(piece) if piece.device.type == "cpu" else piece.cpu()
+        for piece in pieces:
+            part = tensor.narrow(piece.dim, piece.target_start, piece.length)
+            state[piece.source] = torch.from_dlpack(part) if part.device.type == "cpu" else part.cpu()
     if config.tie_word_embeddings:
         # One tensor under both names, also when lm_head holds the weight in another form.
-        state[_HEAD] = state[_EMBEDDING]
+        state[HEAD] = state[EMBEDDING]
     return state
 
 
@@ -323,30 +352,9 @@ def _own_weights(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]
         yield from _own_weights(f"{prefix}{name}.", child)
 
 
-def _pieces_of(name: str, total_rows: int, config: Qwen2Config) -> list[tuple[str, int, int]]:
-    """(checkpoint name, first row, rows) of the pieces that make up the parameter `name` of the tuned model."""
-    module_name, attribute = _split_name(name)
-    fused = next((suffix for suffix in _FUSED if module_name.endswith(f".{suffix}")), None)
-    if fused is None:
-        return [(name, 0, total_rows)]
-    head_dim = config.hidden_size // config.num_attention_heads
-    if fused == "self_attn.qkv":
-        sizes = [head_dim * heads for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-    else:
-        sizes = [config.intermediate_size] * 2
-    if sum(sizes) != total_rows:
-        raise ValueError(f"{name} has {total_rows} rows, model.config asks for {' + '.join(map(str, sizes))}")
-    prefix = module_name[: -len(fused)]
-    starts = (sum(sizes[:index]) for index in range(len(sizes)))
-    return [(f"{prefix}{part}.{attribute}", start, rows) for part, start, rows in zip(_FUSED[fused], starts, sizes)]
-
-
-def _split_name(parameter_name: str) -> tuple[str, str]:
-    module_name, _, attribute = parameter_name.rpartition(".")
-    return module_name, attribute
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown}, ... ({len(names)} in all)"
+def _check_shape(name: str, shape: torch.Size, config: Qwen2Config, shard: Shard) -> None:
+    pieces = pieces_of(name, config, shard)
+    if shape_of(pieces) != tuple(shape):
+        lengths = " + ".join(str(piece.length) for piece in pieces)
+        kind = ("rows", "columns")[pieces[0].dim]
+        raise ValueError(f"{name} has shape {tuple(shape)}, model.config asks for {lengths} {kind}")

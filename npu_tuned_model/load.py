@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, Qwen2Config
 from transformers.modeling_utils import no_init_weights
 
-from npu_tuned_model import checkpoint
+from npu_tuned_model import checkpoint, cpu_kernels
+from npu_tuned_model.checkpoint_layout import LAYOUT_KEY, WHOLE, check_tp_size, converted_tp_size
 from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
-from npu_tuned_model.errors import UserError
+from npu_tuned_model.errors import CheckpointError, UserError
 from npu_tuned_model.linear import packer_for
+from npu_tuned_model.tensor_parallel import EmbeddingShard, TensorParallel, connect, shard_model
 from npu_tuned_model.tuning import TuningOptions
 
 if TYPE_CHECKING:
@@ -30,27 +33,35 @@ def load_model(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
     options: TuningOptions | None = None,
+    parallel: TensorParallel | None = None,
 ) -> Qwen2ForCausalLM:
-    """Load a plain Hugging Face checkpoint of Qwen1.5, Qwen2 or Qwen2.5 (dense), fused while it streams.
+    """Load a Hugging Face checkpoint of Qwen1.5, Qwen2 or Qwen2.5 (dense), fused while it streams.
+
+    A checkpoint that tools/merge_qkv_weight.py converted loads as well, on the number of ranks it was made for.
 
     Args:
         path: folder with config.json and the weights, or a Hub id.
         device: "auto", "cpu", "cuda" or "npu".
         dtype: "float32", "bfloat16" or "float16"; by default what the checkpoint says.
         options: which optimisations are on; by default all.
+        parallel: this process's place among the ranks that hold the model together; each reads and holds its part
+            only. By default this process holds all of it.
 
     Returns:
         the model in evaluation mode; eager until ``model.run_graph()`` is called.
 
     Raises:
-        CheckpointError: for a checkpoint that is missing, broken or not of this architecture.
-        UserError: for a device that isn't there or an unknown dtype.
+        CheckpointError: for a checkpoint that is missing, broken, not of this architecture, or converted for another
+            number of ranks.
+        UserError: for a device that isn't there, an unknown dtype, or a number of ranks that doesn't divide the model.
     """
     from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
 
     device = resolve_device(device) if isinstance(device, str) else device
     folder = resolve_checkpoint(os.fspath(path))
     config = read_config(folder)
+    shard = WHOLE if parallel is None else parallel.shard
+    converted = _take_layout(folder, config, shard.size)
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype)
     dtype = dtype or config.torch_dtype or torch.bfloat16
@@ -62,12 +73,38 @@ def load_model(
     config.torch_dtype = dtype
     with torch.device("meta"), no_init_weights():
         model = Qwen2ForCausalLM(config, options)
+    if parallel is not None and parallel.size > 1:
+        shard_model(model, parallel)
     packer = _LayerPacker(model, device, dtype)
-    checkpoint.load_weights(model, folder, dtype=dtype, device=device, on_ready=packer)
+    checkpoint.load_weights(
+        model, folder, dtype=dtype, device=device, on_ready=packer, shard=shard, converted=converted
+    )
+    if parallel is not None and parallel.size > 1:
+        connect(model, parallel)
     model.model.rotary.fill(device, dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.requires_grad_(False).eval()
+
+
+def _take_layout(folder: Path, config: Qwen2Config, size: int) -> bool:
+    """Whether the checkpoint is converted, for `size` ranks; the mark is taken off `config`, which describes the model.
+
+    Raises:
+        CheckpointError: it is converted for another number of ranks.
+        UserError: the model can't be divided among `size` ranks.
+    """
+    made_for = converted_tp_size(config)
+    check_tp_size(config, size)
+    if made_for is None:
+        return False
+    if made_for != size:
+        raise CheckpointError(
+            f"{folder} was converted for tp_size {made_for} and is loaded on {size} ranks: load the plain checkpoint, "
+            f"or convert that: python tools/merge_qkv_weight.py --model_path=PLAIN --output_path=OUT --tp_size={size}"
+        )
+    delattr(config, LAYOUT_KEY)
+    return True
 
 
 def from_pretrained(model_class: type, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Qwen2ForCausalLM:
@@ -96,7 +133,12 @@ def save_pretrained(model: Qwen2ForCausalLM, folder: str | os.PathLike[str], **k
 
     Args:
         kwargs: what transformers' save_pretrained takes (max_shard_size, safe_serialization).
+
+    Raises:
+        UserError: for one rank's part of a model.
     """
+    if isinstance(model.model.embed_tokens, EmbeddingShard):
+        raise UserError("this process holds one rank's part of the model; load it without `parallel` to save it")
     tensors = checkpoint.unfused_state_dict(model)
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -118,7 +160,10 @@ class _LayerPacker:
 
     def __init__(self, model: Qwen2ForCausalLM, device: torch.device, dtype: torch.dtype) -> None:
         self.model = model
-        self.pack = packer_for(device.type, dtype) if model.options.packed_weights else None
+        options = model.options
+        kernels = options.native_kernels and device.type == "cpu" and dtype == torch.bfloat16
+        kernels = kernels and cpu_kernels.why_not() is None
+        self.pack = packer_for(device.type, dtype, kernels=kernels) if options.packed_weights else None
 
     def __call__(self, name: str, module: nn.Module) -> None:
         tied = name == "lm_head" and self.model.config.tie_word_embeddings
@@ -131,8 +176,9 @@ class _LayerPacker:
     def _pieces(self, child: str, module: nn.Linear) -> list[int]:
         options, width = self.model.options, module.out_features
         if child == "qkv" and not options.fused_qkv:
-            kv_width = (width - self.model.config.hidden_size) // 2
-            return [self.model.config.hidden_size, kv_width, kv_width]
+            query_width = self.model.model.layers[0].self_attn.o_proj.in_features
+            kv_width = (width - query_width) // 2
+            return [query_width, kv_width, kv_width]
         if child == "gate_up_proj" and not options.fused_gate_up:
             return [width // 2, width // 2]
         return [width]

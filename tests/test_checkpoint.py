@@ -198,7 +198,7 @@ def test_unfusing_asks_packed_modules_for_their_dense_weight(untied: tuple[Path,
 def test_unfusing_refuses_head_counts_that_do_not_add_up(untied: tuple[Path, dict[str, Tensor]]) -> None:
     model = load(untied[0])
     model.config.num_key_value_heads = 1
-    with pytest.raises(ValueError, match=r"self_attn\.qkv\.weight has 32 rows, model\.config asks for 16 \+ 4 \+ 4"):
+    with pytest.raises(ValueError, match=r"self_attn\.qkv\.weight has shape \(32, 16\), model\.config asks for 16 \+ 4 \+ 4"):
         unfused_state_dict(model)
 
 
