@@ -1,0 +1,152 @@
+"""What a user may ask of the debugger: the keys of msprobe's config.json, checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Literal, Optional, Tuple, Union, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from precision.errors import PrecisionError
+
+Task = Literal["statistics", "tensor", "structure"]
+Level = Literal["L0", "L1", "mix", "graph"]
+RiskLevel = Literal["ALL", "FOCUS", "CORE"]
+DataMode = Literal["all", "forward", "backward", "input", "output"]
+SummaryMode = Literal["statistics", "md5"]
+OnWriteError = Literal["stop", "continue"]
+
+_TASK_KEYS = ("scope", "list", "data_mode", "summary_mode", "tensor_list")
+
+
+class Config(BaseModel):
+    """One validated set of options.
+
+    Attributes:
+        task: "statistics", "tensor" (statistics and whole tensors) or "structure" (names and call stacks only).
+        level: "L0" modules, "L1" APIs, "mix" both, "graph" the nodes of compiled graphs.
+        dump_path: folder for step<N>/rank<R>/.
+        rank, step: numbers to dump, [] for all; "a-b" strings are ranges.
+        scope: [] or the names of the first and the last record.
+        list: names or parts of names; in mix a module that matches brings what runs inside it.
+        data_mode: what of each record is kept.
+        summary_mode: "md5" adds a CRC-32 of each tensor's bytes under the key md5, as msprobe does.
+        tensor_list: parts of names whose tensors are saved as well, task statistics.
+        token_range: [first, last] of the model's calls in each step (0 is the prefill); None for all.
+        risk_level: "ALL" brings in views, casts and shape operations, "CORE" keeps matmuls, norms and attention.
+        extra_info: whether stack.json and construct.json are written.
+        on_write_error: when a tensor can't be written (disk full): "stop" raises at the next call, "continue" goes on
+            without saving tensors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: Task = "statistics"
+    level: Level = "L1"
+    dump_path: Path = Path("dump_path")
+    rank: List[int] = Field(default_factory=list)
+    step: List[int] = Field(default_factory=list)
+    scope: List[str] = Field(default_factory=list)
+    list: List[str] = Field(default_factory=list)
+    data_mode: List[DataMode] = Field(default_factory=lambda: ["all"])  # type: ignore[valid-type]
+    summary_mode: SummaryMode = "statistics"
+    tensor_list: List[str] = Field(default_factory=lambda: [])  # type: ignore[valid-type]
+    token_range: Optional[Tuple[int, int]] = None
+    risk_level: RiskLevel = "FOCUS"
+    extra_info: bool = True
+    on_write_error: OnWriteError = "stop"
+
+    @field_validator("rank", "step", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return expand_numbers(value)
+
+    @field_validator("scope")
+    @classmethod
+    def _two_names(cls, value: Any) -> Any:
+        if len(value) not in (0, 2):
+            raise ValueError(f"takes no names or two, the first and the last record, not {len(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _range_in_order(self) -> Config:
+        if self.token_range is not None and not 0 <= self.token_range[0] <= self.token_range[1]:
+            raise ValueError(f"token_range must be [first, last] with 0 <= first <= last, not {list(self.token_range)}")
+        return self
+
+
+def expand_numbers(value: Any) -> Any:
+    """7, [0, "2-4"] and None to a list of ints; anything else is left for the validator to refuse."""
+    if value is None:
+        return []
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return value
+    numbers: List[Any] = []
+    for entry in value:
+        match = re.fullmatch(r"(\d+)-(\d+)", entry.strip()) if isinstance(entry, str) else None
+        if match and int(match[1]) <= int(match[2]):
+            numbers.extend(range(int(match[1]), int(match[2]) + 1))
+        else:
+            numbers.append(entry)
+    return numbers
+
+
+def make_config(values: Dict[str, Any]) -> Config:
+    """A Config from keyword values.
+
+    Raises:
+        PrecisionError: naming the key, the value, and the keys or values there are.
+    """
+    unknown = sorted(set(values) - set(Config.model_fields))
+    if unknown:
+        raise PrecisionError(f"no option {', '.join(unknown)}; there are {', '.join(sorted(Config.model_fields))}")
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise PrecisionError("; ".join(_explain(entry) for entry in error.errors())) from error
+
+
+def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
+    """The values of a config.json in msprobe's layout: top-level keys, and a section named after the task.
+
+    Raises:
+        PrecisionError: for a file that can't be read or isn't a JSON object, and for unknown keys of the section.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PrecisionError(f"the config file {path} can't be read ({error.strerror})") from error
+    except ValueError as error:
+        raise PrecisionError(f"the config file {path} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise PrecisionError(f"the config file {path} must hold a JSON object, not a {type(content).__name__}")
+    sections = {key: content.pop(key) for key in get_args(Task) if isinstance(content.get(key), dict)}
+    section = sections.get(content.get("task", "statistics"), {})
+    unknown = sorted(set(section) - set(_TASK_KEYS))
+    if unknown:
+        raise PrecisionError(
+            f"no option {', '.join(unknown)} in section {content.get('task', 'statistics')!r} of {path}; "
+            f"there are {', '.join(_TASK_KEYS)}"
+        )
+    return {**content, **section}
+
+
+def _explain(entry: Any) -> str:
+    where = str(entry["loc"][0]) if entry["loc"] else "config"
+    text = entry["msg"].removeprefix("Value error, ") if hasattr(str, "removeprefix") else entry["msg"]
+    valid = _choices(where)
+    shown = entry.get("input")
+    return f"{where} = {shown!r}: " + (f"there are {', '.join(valid)}" if valid else text)
+
+
+def _choices(key: str) -> Tuple[str, ...]:
+    if key == "data_mode":
+        return get_args(DataMode)
+    hint = get_type_hints(Config).get(key)
+    values = get_args(hint)
+    return values if values and all(isinstance(value, str) for value in values) else ()
