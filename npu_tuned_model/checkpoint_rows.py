@@ -56,6 +56,7 @@ class RowReader:
         self._path: Path | None = None
         self._stream: FileIO | None = None
         self._loaded: dict[str, Tensor] = {}
+        self._buffer = bytearray()
 
     def __enter__(self) -> RowReader:
         return self
@@ -64,7 +65,7 @@ class RowReader:
         self._close()
 
     def chunks(self, rows: Rows) -> Iterator[Tensor]:
-        """Tensors of a few rows each, which together are `rows`, in the stored dtype.
+        """Tensors of a few rows each, which together are `rows`, in the stored dtype; each valid until the next.
 
         Chunks of two tensors of one shape have the same sizes, whatever their dtypes.
         """
@@ -79,11 +80,14 @@ class RowReader:
         if self._stream is None:
             return self._loaded[name].narrow(0, start, count).contiguous()
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        buffer = bytearray(count * row_bytes)
+        size = count * row_bytes
+        if size > len(self._buffer):
+            self._buffer = bytearray(size)
         self._stream.seek(self._offsets[stored.file][name] + start * row_bytes)
-        if self._stream.readinto(buffer) != len(buffer):
+        if self._stream.readinto(memoryview(self._buffer)[:size]) != size:
             raise CheckpointError(f"{stored.file} ended early, it was changed while it was read: start again")
-        return torch.frombuffer(buffer, dtype=stored.dtype).view(count, *stored.shape[1:])
+        flat = torch.frombuffer(self._buffer, dtype=stored.dtype, count=size // stored.dtype.itemsize)
+        return flat.view(count, *stored.shape[1:])
 
     def _open(self, path: Path) -> None:
         if path == self._path:
