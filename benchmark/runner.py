@@ -199,6 +199,7 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
                 model.steps.backend,
                 packed=model.is_packed(),
                 tied=prepared.config.tie_word_embeddings,
+                why_no_native_kernels=model.why_no_native_kernels(),
             )
         ],
         "memory": {

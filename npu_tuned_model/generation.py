@@ -10,6 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from npu_tuned_model import cpu_kernels
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache
@@ -33,6 +34,8 @@ class GenerationSteps:
     model: Any
     options: Any
     steps: EagerSteps | CompiledSteps
+    device: torch.device
+    dtype: torch.dtype
 
     def run_eager(self) -> None:
         """Run prefill and decode as plain Python from now on."""
@@ -230,3 +233,14 @@ class GenerationSteps:
     def is_packed(self) -> bool:
         """Whether the linear layers hold re-laid weights."""
         return not isinstance(self.model.layers[0].mlp.down_proj, torch.nn.Linear)
+
+    def why_no_native_kernels(self) -> str | None:
+        """Why decode's matmuls are not the C++ kernels' (whether or not they were asked for); None when they are."""
+        layer = self.model.layers[0].mlp.down_proj
+        if getattr(layer, "few_rows_kernel", False):
+            return None
+        if self.device.type != "cpu" or self.dtype != torch.bfloat16:
+            return "for bfloat16 on a CPU only"
+        if not self.is_packed():
+            return "needs packed_weights"
+        return cpu_kernels.why_not() or "oneDNN packs the weights in a layout that the kernels don't know"

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from npu_tuned_model import cpu_kernels
+
 # One blocked layout serves prefill (a thousand rows) and decode (one row): oneDNN picks it for this row count.
 PACKING_ROWS = 1024
 PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
@@ -38,12 +40,17 @@ _library.impl("packed_linear", _packed_linear_meta, "Meta")
 class PackedLinear(nn.Module):
     """A linear layer whose weight is held in oneDNN's blocked layout, in one piece or in several.
 
-    Source: oneDNN inner product with a reordered weight, as inductor's freezing uses it. Reads of the weight run at
-    the memory's speed for 1 to 8 rows, where ``F.linear`` on the plain layout reaches about half of it.
+    Source: oneDNN inner product with a reordered weight, as inductor's freezing uses it. For a few rows (decode) the
+    same memory is read by a kernel of our own where there is one.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
-        """weight (out, in) bfloat16 or float32 on a CPU; sizes: rows of each piece, adding up to out."""
+    no_bias: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], *, kernels: bool = False) -> None:
+        """weight (out, in) bfloat16 or float32 on a CPU; sizes: rows of each piece, adding up to out.
+
+        kernels: use cpu_kernels (loaded, bfloat16) for few rows.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.sizes = list(sizes)
@@ -55,6 +62,15 @@ class PackedLinear(nn.Module):
         if bias is not None:
             for index, piece in enumerate(bias.detach().split(self.sizes)):
                 self.register_buffer(f"bias{index}", piece.clone(), persistent=False)
+        blocks = [
+            cpu_kernels.blocks_of(piece.detach(), plain) if kernels else None
+            for piece, plain in zip(self.pieces, weight.detach().split(self.sizes))
+        ]
+        self.few_rows_kernel = all(block is not None for block in blocks)
+        if self.few_rows_kernel:
+            self.register_buffer("no_bias", weight.new_empty(0), persistent=False)
+            for index, block in enumerate(blocks):
+                self.register_buffer(f"blocks{index}", block, persistent=False)
 
     def _bias(self, index: int) -> Tensor | None:
         return getattr(self, f"bias{index}", None)
@@ -66,8 +82,15 @@ class PackedLinear(nn.Module):
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """One result per piece."""
+        if self.few_rows_kernel and rows.dim() == 2 and rows.shape[0] <= cpu_kernels.FEW_ROWS:
+            return [self._few_rows(rows, index, size) for index, size in enumerate(self.sizes)]
         op = torch.ops.npu_tuned_model.packed_linear.default
         return [op(rows, piece, self._bias(index)) for index, piece in enumerate(self.pieces)]
+
+    def _few_rows(self, rows: Tensor, index: int, size: int) -> Tensor:
+        bias = self._bias(index)
+        blocks = getattr(self, f"blocks{index}")
+        return cpu_kernels.few_rows_linear(rows.contiguous(), blocks, self.no_bias if bias is None else bias, size)
 
     def dense_weight(self) -> Tensor:
         """The weight as (out, in), bit for bit as it was packed."""
@@ -126,12 +149,18 @@ def split_linear(linear: AnyLinear, rows: Tensor, sizes: Sequence[int]) -> list[
     return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
 
 
-def packer_for(device_type: str, dtype: torch.dtype) -> Callable[[nn.Linear, Sequence[int]], nn.Module] | None:
-    """How a linear layer's weight is re-laid for this device, or None where the plain layout is the best there is."""
+def packer_for(
+    device_type: str, dtype: torch.dtype, *, kernels: bool = False
+) -> Callable[[nn.Linear, Sequence[int]], nn.Module] | None:
+    """How a linear layer's weight is re-laid for this device, or None where the plain layout is the best there is.
+
+    Args:
+        kernels: whether cpu_kernels shall serve decode (they must be loaded).
+    """
     if device_type == "npu":
         return lambda linear, sizes: InputMajorLinear(linear.weight, linear.bias)
     if device_type == "cpu" and dtype in PACKABLE_DTYPES and torch.backends.mkldnn.is_available():
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return None
-        return lambda linear, sizes: PackedLinear(linear.weight, linear.bias, sizes)
+        return lambda linear, sizes: PackedLinear(linear.weight, linear.bias, sizes, kernels=kernels)
     return None

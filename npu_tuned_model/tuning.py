@@ -9,7 +9,7 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
-from npu_tuned_model import ops
+from npu_tuned_model import cpu_kernels, ops
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.linear import AnyLinear, split_linear
 from npu_tuned_model.ops import composed
@@ -30,6 +30,7 @@ class TuningOptions:
         fused_gate_up: one matmul for gate and up, and SwiGLU as one operator.
         packed_weights: weights are stored in the layout the device's matmul wants (oneDNN blocks on a CPU, input-major
             on an NPU); the plain layout is dropped.
+        native_kernels: decode's matmuls and attention are C++ kernels (packed bfloat16 weights, CPU with AVX512-BF16).
         tiling_sink: tiling of dynamic shapes runs on the device (torchair graphs only).
     """
 
@@ -42,6 +43,7 @@ class TuningOptions:
     fused_qkv: bool = True
     fused_gate_up: bool = True
     packed_weights: bool = True
+    native_kernels: bool = True
     tiling_sink: bool = True
 
     @classmethod
@@ -76,7 +78,13 @@ class InForce:
 
 
 def what_is_in_force(
-    options: TuningOptions, device: torch.device, graph_backend: str | None, *, packed: bool, tied: bool
+    options: TuningOptions,
+    device: torch.device,
+    graph_backend: str | None,
+    *,
+    packed: bool,
+    tied: bool,
+    why_no_native_kernels: str | None,
 ) -> list[InForce]:
     """What of the options acts on this device in this mode, and why not where it doesn't.
 
@@ -84,6 +92,7 @@ def what_is_in_force(
         graph_backend: name of the graph back end, or None in eager mode.
         packed: whether the model's linear layers hold packed weights.
         tied: whether the output layer shares the embedding's weight.
+        why_no_native_kernels: None when decode runs on the C++ kernels.
     """
     how = f"one compiled kernel ({graph_backend})" if graph_backend else "portable operator, eager"
     if device.type == "npu":
@@ -98,6 +107,7 @@ def what_is_in_force(
         "fused_qkv": "one matmul",
         "fused_gate_up": f"one matmul, SwiGLU: {how}",
         "packed_weights": "oneDNN layout" if device.type == "cpu" else "input-major layout",
+        "native_kernels": "C++ with AVX512-BF16: decode's matmuls and attention",
         "tiling_sink": "torchair",
     }
     inactive = {}
@@ -105,6 +115,8 @@ def what_is_in_force(
         inactive["packed_weights"] = f"nothing to pack for {device.type}: the library takes the plain layout"
     elif tied:
         notes["packed_weights"] += "; the output layer shares the embedding's weight and stays plain"
+    if why_no_native_kernels is not None:
+        inactive["native_kernels"] = why_no_native_kernels
     if graph_backend != "torchair":
         inactive["tiling_sink"] = "needs a torchair graph on an NPU"
     if not options.flash_attention:
@@ -169,11 +181,13 @@ def select_ops(options: TuningOptions) -> OpTable:
     rotary = ops if options.fused_rope else composed
     attention = ops if options.flash_attention else composed
     return OpTable(
+    native = options.native_kernels and options.flash_attention
+    decode_attention = cpu_kernels.incre_flash_attention if native else attention.npu_incre_flash_attention
         rms_norm=norms.npu_rms_norm,
         add_rms_norm=norms.npu_add_rms_norm,
         apply_rotary_pos_emb=rotary.npu_apply_rotary_pos_emb,
         prompt_flash_attention=attention.npu_prompt_flash_attention,
-        incre_flash_attention=attention.npu_incre_flash_attention,
+        incre_flash_attention=decode_attention,
         project_qkv=_fused_qkv if options.fused_qkv else _separate_qkv,
         gate_up_swiglu=_fused_gate_up if options.fused_gate_up else _separate_gate_up,
     )

@@ -1,0 +1,188 @@
+"""The C++ kernels of decode against float64, inside the model, and what is said when they can't be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_tuned_model import TuningOptions, cpu_kernels
+from npu_tuned_model.linear import PACKING_ROWS, PackedLinear
+from npu_tuned_model.ops.portable_attention import windowed_decode
+from tests.models import tuned_model
+
+HAS_THE_INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+needs_the_instructions = pytest.mark.skipif(not HAS_THE_INSTRUCTIONS, reason="this CPU has no AVX512-BF16")
+BF16_ROUNDING = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    if HAS_THE_INSTRUCTIONS and "reason" not in request.node.name:
+        assert cpu_kernels.why_not() is None
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def packed_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
+    return packed, cpu_kernels.blocks_of(packed, weight)
+
+
+@needs_the_instructions
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    out_features=st.sampled_from([1, 16, 63, 64, 65, 200, 320, 1152]),
+    pairs=st.sampled_from([32, 48, 448]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_linear_rounds_once(tokens, out_features, pairs, with_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out_features, 2 * pairs, generator=generator).bfloat16()
+    rows = torch.randn(tokens, 2 * pairs, generator=generator).bfloat16()
+    bias = torch.randn(out_features if with_bias else 0, generator=generator).bfloat16()
+    packed, blocks = packed_blocks(weight)
+    if blocks is None:  # oneDNN leaves narrow weights alone
+        assert out_features < 64
+        return
+    result = cpu_kernels.few_rows_linear(rows, blocks, bias, out_features).double()
+    expected = rows.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    size = rows.double().abs() @ weight.double().abs().t() + 1
+    assert ((result - expected).abs() <= BF16_ROUNDING * expected.abs() + 1e-6 * size).all()
+    del packed
+
+
+@needs_the_instructions
+def test_a_layout_that_is_not_the_weights_is_refused():
+    weight = torch.randn(128, 64).bfloat16()
+    packed, blocks = packed_blocks(weight)
+    assert blocks is not None
+    other = weight.clone()
+    other[127, 63] += 1
+    assert cpu_kernels.blocks_of(packed, other) is None
+
+
+@needs_the_instructions
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 3, 7]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    window=st.sampled_from([1, 16, 65, 320]),
+    scale=st.sampled_from([0.125, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_attention_is_as_exact_as_its_inputs(batch, kv_heads, group, head_dim, window, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, 1, kv_heads * group, head_dim, generator=generator).bfloat16()
+    caches = torch.randn(2, batch, window + 5, kv_heads, head_dim, generator=generator).bfloat16()
+    lengths = torch.randint(0, window + 1, (batch,), generator=generator)
+    for row, length in enumerate(lengths):
+        caches[:, row, length:] = float("nan")  # nobody may look behind the length
+    key, value = caches[0, :, :window], caches[1, :, :window]
+    result = decode_attention(query, key, value, lengths, scale)
+    clean = caches.nan_to_num()[:, :, :window].double()
+    expected = windowed_decode(query.double(), clean[0], clean[1], lengths, scale=scale)
+    assert ((result.double() - expected).abs() <= BF16_ROUNDING * expected.abs() + 1e-5).all()
+
+
+def decode_attention(query, key, value, lengths, scale, **more):
+    arguments = {"input_layout": "BSND", "num_heads": query.shape[2], "num_key_value_heads": key.shape[2], **more}
+    return cpu_kernels.incre_flash_attention(
+        query, key, value, actual_seq_lengths=lengths, scale_value=scale, **arguments
+    )
+
+
+@needs_the_instructions
+def test_threads_share_the_slots_of_one_head(threads):
+    query, cache = torch.randn(1, 1, 3, 64).bfloat16(), torch.randn(2, 1, 400, 1, 64).bfloat16()
+    for length in (1, 2, 399):
+        lengths = torch.tensor([length])
+        threads(1)
+        alone = decode_attention(query, cache[0], cache[1], lengths, 0.125)
+        threads(4)
+        shared = decode_attention(query, cache[0], cache[1], lengths, 0.125)
+        torch.testing.assert_close(shared, alone, rtol=BF16_ROUNDING, atol=1e-5)
+
+
+@needs_the_instructions
+def test_a_call_with_a_mask_goes_to_the_portable_operator():
+    query, cache = torch.randn(1, 1, 2, 32).bfloat16(), torch.randn(2, 1, 8, 1, 32).bfloat16()
+    mask = torch.tensor([False] * 3 + [True] * 5)[None, None, None]
+    masked = decode_attention(query, cache[0], cache[1], None, 1.0, atten_mask=mask)
+    short = decode_attention(query, cache[0], cache[1], torch.tensor([3]), 1.0)
+    torch.testing.assert_close(masked, short, rtol=2 * BF16_ROUNDING, atol=1e-2)
+
+
+@needs_the_instructions
+def test_few_rows_and_many_rows_share_one_weight():
+    weight, bias = torch.randn(256, 64).bfloat16(), torch.randn(256).bfloat16()
+    linear = PackedLinear(weight, bias, [192, 64], kernels=True)
+    assert linear.few_rows_kernel
+    rows = torch.randn(cpu_kernels.FEW_ROWS + 1, 64).bfloat16()
+    few, many = linear(rows[: cpu_kernels.FEW_ROWS]), linear(rows)
+    torch.testing.assert_close(few, many[: cpu_kernels.FEW_ROWS], rtol=2 * BF16_ROUNDING, atol=1e-3)
+    assert linear.blocks0.data_ptr() == torch.ops.mkldnn.data_ptr(linear.pieces[0])
+
+
+@needs_the_instructions
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_model_decodes_as_without_them(checkpoints, compiled):
+    folder = checkpoints["gqa_14_2_head_64"][1]
+    prompt = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
+    logits = {}
+    for native in (True, False):
+        model = tuned_model(folder, TuningOptions(native_kernels=native), dtype="bfloat16")
+        assert (model.why_no_native_kernels() is None) == native
+        if compiled and native:
+            model.run_graph()
+        cache = model.new_cache(2, 16)
+        steps = [model(prompt, past_key_values=cache).logits[:, -1]]
+        steps += [model(prompt[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(4)]
+        logits[native] = torch.stack(steps)
+        assert not (compiled and native) or model.steps.graphs == {"prefill": 1, "decode": 1}
+    assert not torch.equal(logits[True], logits[False])  # else it would be the same path twice
+    torch.testing.assert_close(logits[True], logits[False], rtol=0, atol=0.05)
+
+
+@pytest.fixture
+def asked_afresh():
+    """why_not() answers once per process: forget the answer before the test and after it."""
+    loaded = cpu_kernels._loaded
+    cpu_kernels.why_not.cache_clear()
+    yield
+    cpu_kernels.why_not.cache_clear()
+    cpu_kernels._loaded = loaded
+
+
+@needs_the_instructions
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "no-such-compiler was not found: install g++"), ("false", "could not be built")],
+)
+def test_reason_without_a_compiler_that_works(asked_afresh, monkeypatch, tmp_path, compiler, reason):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert reason in cpu_kernels.why_not()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_reason_on_another_cpu(asked_afresh, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: "flags : fpu sse2 avx2")
+    assert cpu_kernels.why_not() == "needs a CPU with AVX512-BF16"
+
+
+def test_reason_of_a_float32_model(checkpoints):
+    model = tuned_model(checkpoints["gqa_4_2_head_16"][1], TuningOptions())
+    assert model.why_no_native_kernels() == "for bfloat16 on a CPU only"
