@@ -23,6 +23,7 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("+ fused gate_up + SwiGLU", ("fused_gate_up",)),
     ("+ packed weights", ("packed_weights",)),
     ("+ KV lengths", ("kv_lengths",)),
+    ("+ C++ decode kernels", ("native_kernels",)),
 )
 NPU_GRAPH_STAGE = ("+ tiling sink", ("tiling_sink",))
 
