@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npu_tuned_model.errors import UserError
-from npu_tuned_model.kv_cache import KVCache, round_up
+from npu_tuned_model.kv_cache import KVCache, Window, round_up
 from npu_tuned_model.step import run_layer
 
 BACKENDS = ("auto", "inductor", "torchair")
@@ -53,6 +53,7 @@ class EagerSteps:
     """Prefill and decode as plain Python."""
 
     backend: str | None = None
+    torchair_mode: str | None = None
 
     def __init__(self, model: Any) -> None:
         self.prefill = model.prefill
@@ -69,6 +70,7 @@ class CompiledSteps:
 
     Attributes:
         backend: name of the back end.
+        torchair_mode: the mode torchair compiles in; None with another back end.
         graphs: number of graphs compiled so far, by step ("prefill", "decode"). A promise: one per shape, and none
             while tokens are generated once a shape has been seen.
         seconds: time spent in first calls (compilation and one run), by step.
@@ -78,6 +80,7 @@ class CompiledSteps:
         self.options = options
         device = model.model.embed_tokens.weight.device
         self.backend = _resolve_backend(options.backend, device)
+        self.torchair_mode = options.torchair_mode if self.backend == "torchair" else None
         compile_graph = self._backend_function(model)
         model.model.run_layer = _layer_region(model) if self.backend == "inductor" else run_layer
         self.graphs: Counter[str] = Counter()
@@ -90,13 +93,15 @@ class CompiledSteps:
         """The length that a prompt of `length` tokens is padded to."""
         return round_up(length, self.options.prefill_bucket)
 
-    def prefill(self, input_ids: Tensor, last_rows: Tensor | None, cache: KVCache) -> Tensor:
+    def prefill(
+        self, input_ids: Tensor, rotary: tuple[Tensor, Tensor], last_rows: Tensor | None, cache: KVCache
+    ) -> Tensor:
         """As Qwen2ForCausalLM.prefill."""
         key = ("prefill", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
-            return self._prefill(_own(input_ids), last_rows, cache)
+            return self._prefill(_own(input_ids), rotary, last_rows, cache)
 
-    def decode(self, input_ids: Tensor, positions: Tensor, window: Tensor | None, cache: KVCache) -> Tensor:
+    def decode(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
         key = ("decode", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):

@@ -6,13 +6,14 @@ slot length_b, whatever padding the caller's batch had. So decode needs lengths 
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Sequence, Union
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from npu_tuned_model import ops
+from npu_tuned_model.chip import AttentionPlan
 from npu_tuned_model.errors import UserError
 
 # Decode reads the cache in windows of a multiple of this many slots: a matmul library builds one kernel per size, and
@@ -20,6 +21,11 @@ from npu_tuned_model.errors import UserError
 WINDOW_STEP = 64
 # Capacities are rounded up to a multiple of this, so that requests of about the same length share one decode graph.
 CAPACITY_STEP = 256
+# Expanded to a length, it says that length and holds no memory.
+_NOTHING = torch.empty(1)
+
+# What decode_window() tells a decode step about the part of the cache to read.
+Window = Union[Tensor, "list[Tensor]", None]
 
 
 def round_up(value: int, step: int) -> int:
@@ -34,11 +40,13 @@ class KVCache(Cache):
         lengths: tokens stored so far in each row, known on the host (never read back from the device).
         positions: (batch,) int64 on the device, the slot and rotary position of each row's next token.
         causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
+        plan: the attention operators that read the cache, and how they learn its lengths.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, batch: int, capacity: int, device: torch.device, plan: AttentionPlan) -> None:
         self.batch = batch
         self.capacity = capacity
+        self.plan = plan
         self.lengths: list[int] = [0] * batch
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.keys: list[Tensor] = []
@@ -94,29 +102,34 @@ class FixedKVCache(KVCache):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        windowed: bool,
+        plan: AttentionPlan,
     ) -> None:
-        super().__init__(batch, capacity, device)
+        super().__init__(batch, capacity, device, plan)
         # One slot more than any window: a window that may equal the cache would be a second shape to compile for.
         slots = round_up(capacity + 1, CAPACITY_STEP)
         shape = (batch, slots, kv_heads, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.prompt_start = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._slot_numbers = torch.arange(slots, device=device) if windowed else None
+        self.slot_numbers = torch.arange(slots, device=device)
 
-    def decode_window(self) -> Tensor | None:
-        """The slots that the next decode step reads, as a tensor whose size is the window's; None: all of them.
+    def decode_window(self) -> Window:
+        """What tells the next decode step how much of the cache to read, by plan.lengths.
 
-        The size is marked dynamic: one decode graph serves every window.
+        "window": the slots to read, as a tensor whose size is the window's. "host": one tensor per row, whose size is
+        the number of filled slots with the new token. Otherwise None. The sizes are marked dynamic: they reach a graph
+        as symbols, each of its own, so one decode graph serves every window and every mix of lengths.
         """
-        if self._slot_numbers is None:
+        if self.plan.lengths == "host":
+            sized = [_NOTHING.expand(length + 1) for length in self.lengths]
+        elif self.plan.lengths == "window":
+            size = min(round_up(max(self.lengths) + 1, WINDOW_STEP), self.slot_numbers.shape[0] - 1)
+            sized = [self.slot_numbers[:size]]
+        else:
             return None
-        size = min(round_up(max(self.lengths) + 1, WINDOW_STEP), self._slot_numbers.shape[0] - 1)
-        window = self._slot_numbers[:size]
-        torch._dynamo.mark_dynamic(window, 0)
-        return window
+        for tensor in sized:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return sized if self.plan.lengths == "host" else sized[0]
 
     def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store a prompt's keys and values, (batch, sequence, kv_heads, head_dim) each, from slot 0 on."""
@@ -124,12 +137,12 @@ class FixedKVCache(KVCache):
         ops.scatter_update_(self.values[layer], self.prompt_start, value, 1)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, window: Tensor | None
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         """Store one token per row at `positions` (batch,) and return the keys and values that decode reads."""
         keys = ops.scatter_update_(self.keys[layer], positions, key, 1)
         values = ops.scatter_update_(self.values[layer], positions, value, 1)
-        if window is None:
+        if not isinstance(window, Tensor):
             return keys, values
         return keys[:, : window.shape[0]], values[:, : window.shape[0]]
 
@@ -141,8 +154,8 @@ class GrowingKVCache(KVCache):
     the columns between a shorter prompt's end and the new tokens.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
-        super().__init__(batch, capacity, device)
+    def __init__(self, batch: int, capacity: int, device: torch.device, plan: AttentionPlan) -> None:
+        super().__init__(batch, capacity, device, plan)
         self.masked = torch.zeros(batch, 0, dtype=torch.bool, device=device)
 
     def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -161,7 +174,10 @@ class GrowingKVCache(KVCache):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
         return self.masked
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        """Put one token per row behind the others and return all keys and values."""
         self.keys[layer] = torch.cat([self.keys[layer], key], dim=1)
         self.values[layer] = torch.cat([self.values[layer], value], dim=1)
         return self.keys[layer], self.values[layer]

@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 from transformers.models.qwen2 import modeling_qwen2 as stock
 
 from npu_tuned_model.generation import GenerationSteps
-from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache
+from npu_tuned_model.kv_cache import KVCache, Window
 from npu_tuned_model.step import RotaryTable, decode_step, prefill_step, run_layer
 from npu_tuned_model.tuning import OpTable, TuningOptions, select_ops
 
@@ -55,13 +55,12 @@ class Qwen2Attention(nn.Module):
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """(tokens, hidden) to (tokens, hidden)."""
-        tokens = hidden.shape[0]
+        batch, length = step.cos.shape[:2]
         heads = self.o_proj.in_features // self.head_dim
-        parts = self.ops.project_qkv(self.qkv, hidden, (tokens, heads, self.head_dim))
-        query, key, value = (part.unflatten(0, (step.batch, tokens // step.batch)) for part in parts)
+        query, key, value = self.ops.project_qkv(self.qkv, hidden, (batch, length, heads, self.head_dim))
         query, key = self.ops.apply_rotary_pos_emb(query, key, step.cos, step.sin)
         context = step.attend(self.layer, query, key, value)
-        return self.o_proj(context.reshape(tokens, heads * self.head_dim))
+        return self.o_proj(context.reshape(batch * length, heads * self.head_dim))
 
 
 class Qwen2MLP(nn.Module):
@@ -165,26 +164,27 @@ class Qwen2ForCausalLM(GenerationSteps, Qwen2PreTrainedModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def prefill(self, input_ids: Tensor, last_rows: Tensor | None, cache: FixedKVCache | GrowingKVCache) -> Tensor:
+    def prefill(
+        self, input_ids: Tensor, rotary: tuple[Tensor, Tensor], last_rows: Tensor | None, cache: KVCache
+    ) -> Tensor:
         """Run the prompts and store their keys and values.
 
         Args:
             input_ids: (batch, sequence), padding behind each prompt.
+            rotary: model.rotary.prompt(batch, sequence), made outside the graph because it is the same every time.
             last_rows: (batch,) index of each row's last token in batch * sequence, or None for logits of all tokens.
             cache: empty.
 
         Returns:
             float32 logits, (batch, vocabulary) or (batch * sequence, vocabulary).
         """
-        step = prefill_step(self.model.ops, self.model.rotary, cache, input_ids.shape[1])
+        step = prefill_step(self.model.ops, rotary, cache)
         hidden = self.model(input_ids, step)
         if last_rows is not None:
             hidden = hidden.index_select(0, last_rows)
         return self.lm_head(hidden).float()
 
-    def decode(
-        self, input_ids: Tensor, positions: Tensor, window: Tensor | None, cache: FixedKVCache | GrowingKVCache
-    ) -> Tensor:
+    def decode(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """Run one new token per row.
 
         Args:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
-from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache
+from npu_tuned_model.chip import FIA
+from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache, Window
+from npu_tuned_model.ops import fused_attention
 from npu_tuned_model.tuning import OpTable
 
 
@@ -21,22 +23,19 @@ class PrefillStep:
     """Prefill: the prompts, without padding in front, attend to themselves.
 
     Attributes:
+        attention: npu_prompt_flash_attention, or what serves its calls.
         cos, sin: (B, S, 1, D), dtype of the model.
     """
 
-    op_table: OpTable
-    cache: FixedKVCache | GrowingKVCache
+    attention: Callable[..., Tensor]
+    cache: KVCache
     cos: Tensor
     sin: Tensor
-
-    @property
-    def batch(self) -> int:
-        return self.cos.shape[0]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value of `layer`; query (B, S, N, D), key and value (B, S, KVN, D) to (B, S, N, D)."""
         self.cache.write_prompt(layer, key, value)
-        return self.op_table.prompt_flash_attention(
+        return self.attention(
             query,
             key,
             value,
@@ -51,69 +50,33 @@ class PrefillStep:
 
 @dataclass
 class DecodeStep:
-    """Decode: one new token per row attends to the row's filled slots of the cache.
+    """Decode: one new token per row attends to the row's tokens in the cache.
 
     Attributes:
+        attention: npu_incre_flash_attention, or what serves its calls.
         cos, sin: (B, 1, 1, D), dtype of the model.
         positions: (B,) int64, the slot that the new token goes into.
-        kv_lengths: (B,) int64, filled slots with the new token.
-        window: a tensor whose size is the number of slots to read (fixed cache), or None for all.
+        window: cache.decode_window().
+        visible: which slots of each row are filled, new token included: {"actual_seq_lengths": (B,) int64, or a list
+            of integers} or {"atten_mask": (B, 1, 1, slots) bool, True where masked out}.
     """
 
-    op_table: OpTable
-    cache: FixedKVCache
+    attention: Callable[..., Tensor]
+    cache: KVCache
     cos: Tensor
     sin: Tensor
     positions: Tensor
-    kv_lengths: Tensor
-    window: Tensor | None
-
-    @property
-    def batch(self) -> int:
-        return self.cos.shape[0]
+    window: Window
+    visible: dict[str, Any]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value of `layer`; query (B, 1, N, D), key and value (B, 1, KVN, D) to (B, 1, N, D)."""
         keys, values = self.cache.append(layer, key, value, self.positions, self.window)
-        return self.op_table.incre_flash_attention(
+        return self.attention(
             query,
             keys,
             values,
-            actual_seq_lengths=self.kv_lengths,
-            num_heads=query.shape[2],
-            scale_value=1.0 / math.sqrt(query.shape[3]),
-            input_layout="BSND",
-            num_key_value_heads=key.shape[2],
-        )
-
-
-@dataclass
-class GrowingDecodeStep:
-    """Decode on the growing cache: a mask hides the columns that are no tokens of the row.
-
-    Attributes:
-        cos, sin: (B, 1, 1, D), dtype of the model.
-        masked: (B, columns) bool, True where masked out.
-    """
-
-    op_table: OpTable
-    cache: GrowingKVCache
-    cos: Tensor
-    sin: Tensor
-    masked: Tensor
-
-    @property
-    def batch(self) -> int:
-        return self.cos.shape[0]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As DecodeStep.attend."""
-        keys, values = self.cache.append(layer, key, value)
-        return self.op_table.incre_flash_attention(
-            query,
-            keys,
-            values,
-            atten_mask=self.masked[:, None, None, :],
+            **self.visible,
             num_heads=query.shape[2],
             scale_value=1.0 / math.sqrt(query.shape[3]),
             input_layout="BSND",
@@ -138,45 +101,52 @@ class RotaryTable(torch.nn.Module):
         self.fill(torch.device("cpu"), torch.get_default_dtype())
 
     def fill(self, device: torch.device, dtype: torch.dtype) -> None:
-        """(Re)compute the table, (positions, head_dim) each, on `device` in `dtype`."""
+        """(Re)compute the table, (positions, 1, 1, head_dim) each, on `device` in `dtype`."""
         with torch.device("cpu"):
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
             angles = torch.outer(torch.arange(self.positions, dtype=torch.int64).float(), self.theta**-exponents)
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = torch.cat([angles, angles], dim=-1)[:, None, None]
         self.cos = angles.cos().to(device=device, dtype=dtype)
         self.sin = angles.sin().to(device=device, dtype=dtype)
 
     def prompt(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
         """Rows 0..length-1 for every sequence, (batch, length, 1, head_dim) each."""
-        shape = (batch, length, 1, self.head_dim)
-        return self.cos[None, :length, None].expand(shape), self.sin[None, :length, None].expand(shape)
+        cos, sin = (
+            table[:length].transpose(0, 1).expand(batch, -1, -1, -1).contiguous() for table in (self.cos, self.sin)
+        )
+        return cos, sin
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The row of each position, (batch,) to (batch, 1, 1, head_dim) each."""
-        return self.cos[positions][:, None, None], self.sin[positions][:, None, None]
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
-def prefill_step(
-    op_table: OpTable, rotary: RotaryTable, cache: FixedKVCache | GrowingKVCache, length: int
-) -> PrefillStep:
-    """The step for prompts padded (behind) to `length`."""
-    cos, sin = rotary.prompt(cache.batch, length)
-    return PrefillStep(op_table, cache, cos, sin)
+def prefill_step(op_table: OpTable, rotary: tuple[Tensor, Tensor], cache: KVCache) -> PrefillStep:
+    """The step for prompts padded (behind); `rotary` is RotaryTable.prompt() of their batch and length."""
+    fused = cache.plan.prompt == FIA
+    return PrefillStep(fused_attention.prompt if fused else op_table.prompt_flash_attention, cache, *rotary)
 
 
 def decode_step(
-    op_table: OpTable,
-    rotary: RotaryTable,
-    cache: FixedKVCache | GrowingKVCache,
-    positions: Tensor,
-    window: Tensor | None,
-) -> DecodeStep | GrowingDecodeStep:
+    op_table: OpTable, rotary: RotaryTable, cache: KVCache, positions: Tensor, window: Window
+) -> DecodeStep:
     """The step for one new token per row; `window` is what cache.decode_window() gave."""
+    fused = cache.plan.decode == FIA
+    attention = fused_attention.incremental if fused else op_table.incre_flash_attention
     cos, sin = rotary.at(positions)
+    return DecodeStep(attention, cache, cos, sin, positions, window, _visible(cache, positions, window))
+
+
+def _visible(cache: KVCache, positions: Tensor, window: Window) -> dict[str, Any]:
     if isinstance(cache, GrowingKVCache):
-        assert window is not None
-        return GrowingDecodeStep(op_table, cache, cos, sin, window)
-    return DecodeStep(op_table, cache, cos, sin, positions, positions + 1, window)
+        assert isinstance(window, Tensor)
+        return {"atten_mask": window[:, None, None, :]}
+    if isinstance(window, list):
+        return {"actual_seq_lengths": [row.shape[0] for row in window]}
+    if cache.plan.lengths == "mask":
+        assert isinstance(cache, FixedKVCache)
+        return {"atten_mask": (cache.slot_numbers > positions[:, None])[:, None, None, :]}
+    return {"actual_seq_lengths": positions + 1}
 
 
 def run_layer(layer: torch.nn.Module, hidden: Tensor, residual: Tensor | None, step: Any) -> tuple[Tensor, Tensor]:
