@@ -181,9 +181,9 @@ def select_ops(options: TuningOptions) -> OpTable:
     norms = ops if options.fused_add_rms_norm else composed
     rotary = ops if options.fused_rope else composed
     attention = ops if options.flash_attention else composed
-    return OpTable(
     native = options.native_kernels and options.flash_attention
     decode_attention = cpu_kernels.incre_flash_attention if native else attention.npu_incre_flash_attention
+    return OpTable(
         rms_norm=norms.npu_rms_norm,
         add_rms_norm=norms.npu_add_rms_norm,
         apply_rotary_pos_emb=rotary.npu_apply_rotary_pos_emb,
