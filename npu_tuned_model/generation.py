@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from npu_tuned_model import cpu_kernels
+from npu_tuned_model.chip import AttentionPlan, check_model, plan_attention
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache
@@ -36,6 +37,8 @@ class GenerationSteps:
     steps: EagerSteps | CompiledSteps
     device: torch.device
     dtype: torch.dtype
+    # which attention operators an NPU shall use: one of chip.ATTENTION
+    attention: str = "auto"
 
     def run_eager(self) -> None:
         """Run prefill and decode as plain Python from now on."""
@@ -59,24 +62,41 @@ class GenerationSteps:
         if capacity > limit:
             raise UserError(f"{capacity} tokens are more than the model's context of {limit}; shorten the prompt")
         layers = len(self.model.layers)
-        device = self.model.embed_tokens.weight.device
-        if not self.options.fixed_kv_cache:
-            return GrowingKVCache(batch, capacity, device)
+        weight = self.model.embed_tokens.weight
         attention = self.model.layers[0].self_attn
         heads = attention.o_proj.in_features // attention.head_dim
         kv_heads = (attention.qkv.out_features // attention.head_dim - heads) // 2
+        check_model(weight.device, weight.dtype, heads, kv_heads, flash_attention=self.options.flash_attention)
+        plan = self.attention_plan()
+        if not self.options.fixed_kv_cache:
+            return GrowingKVCache(batch, capacity, weight.device, plan)
         cache = FixedKVCache(
             batch,
             self.steps.padded_length(capacity),
             layers,
             kv_heads,
             attention.head_dim,
-            self.model.embed_tokens.weight.dtype,
-            device,
-            windowed=self.options.kv_lengths and self.options.flash_attention and device.type != "npu",
+            weight.dtype,
+            weight.device,
+            plan,
         )
         cache.capacity = capacity
         return cache
+
+    def attention_plan(self) -> AttentionPlan:
+        """Which attention operators serve the model as it runs now.
+
+        Raises:
+            UserError: when self.attention asks for operators that the chip hasn't.
+        """
+        return plan_attention(
+            self.model.embed_tokens.weight.device,
+            asked=self.attention,
+            flash_attention=self.options.flash_attention,
+            kv_lengths=self.options.kv_lengths,
+            torchair_mode=self.steps.torchair_mode,
+            tiling_sink=self.options.tiling_sink,
+        )
 
     @torch.no_grad()
     def forward(
@@ -160,7 +180,7 @@ class GenerationSteps:
         last_rows = None
         if self.options.last_token_logits:
             last_rows = torch.tensor([padded * row + n - 1 for row, n in enumerate(lengths)]).to(input_ids.device)
-        logits = self.steps.prefill(input_ids, last_rows, cache)
+        logits = self.steps.prefill(input_ids, self.model.rotary.prompt(batch, padded), last_rows, cache)
         cache.start(lengths)
         if last_rows is not None:
             return logits[:, None]

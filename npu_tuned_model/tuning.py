@@ -144,24 +144,25 @@ class OpTable:
     apply_rotary_pos_emb: Callable[..., tuple[Tensor, Tensor]]
     prompt_flash_attention: Callable[..., Tensor]
     incre_flash_attention: Callable[..., Tensor]
-    project_qkv: Callable[[AnyLinear, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
+    project_qkv: Callable[[AnyLinear, Tensor, tuple[int, int, int, int]], tuple[Tensor, Tensor, Tensor]]
     gate_up_swiglu: Callable[[AnyLinear, Tensor], Tensor]
 
 
-def _fused_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads, head_dim = shape
-    merged = qkv(hidden).view(tokens, -1, head_dim)
-    kv_heads = (merged.shape[1] - heads) // 2
-    query, key, value = merged.split([heads, kv_heads, kv_heads], dim=1)
+def _fused_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, heads, head_dim = shape
+    # one view and one split: in an NPU graph each of them is a node
+    merged = qkv(hidden).view(batch, length, -1, head_dim)
+    kv_heads = (merged.shape[2] - heads) // 2
+    query, key, value = merged.split([heads, kv_heads, kv_heads], dim=2)
     return query, key, value
 
 
-def _separate_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads, head_dim = shape
+def _separate_qkv(qkv: AnyLinear, hidden: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, heads, head_dim = shape
     query_width = heads * head_dim
     kv_width = (qkv.out_features - query_width) // 2
     parts = split_linear(qkv, hidden, [query_width, kv_width, kv_width])
-    query, key, value = (part.view(tokens, -1, head_dim) for part in parts)
+    query, key, value = (part.view(batch, length, -1, head_dim) for part in parts)
     return query, key, value
 
 
