@@ -133,9 +133,8 @@ def _fused_infer_op(device_lengths: bool) -> Any:
     """The eager op takes lengths as lists; torchair's twin, for max-autotune graphs only, as device tensors."""
     if not device_lengths:
         return _torch_npu().npu_fused_infer_attention_score
-    # torchair is a module inside torch_npu that can be imported only after it.
-    _torch_npu()
-    import torchair
+    # plain `import torchair` gives a proxy object, which can't be traced
+    from torch_npu.dynamo import torchair
 
     return torchair.ops.npu_fused_infer_attention_score
 
