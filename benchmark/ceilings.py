@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -15,60 +14,30 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
+from npu_tuned_model.checkpoint_layout import WHOLE, Shard, pieces_of, shape_of
 from npu_tuned_model.device import synchronize
 from npu_tuned_model.linear import packer_for
+from npu_tuned_model.work import Work
 
 # Far beyond any cache, and small enough to stand beside the model: larger reads repeat it.
 LARGEST_BUFFER = 512 * 2**20
 SQUARE = 2048
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one prefill and one decode step have to do at least, whoever does it.
-
-    Attributes:
-        weight_bytes: all weights.
-        step_weight_bytes: weights that one decode step reads (an untied embedding table is only looked up).
-        kv_bytes_per_token: keys and values of one token in one row.
-        prefill_flops: the matmuls of the layers, causal attention and the output layer for each row's last token.
-    """
-
-    weight_bytes: int
-    step_weight_bytes: int
-    kv_bytes_per_token: int
-    prefill_flops: int
-
-    def decode_bytes(self, tokens_in_cache: float) -> float:
-        """Bytes a decode step reads with so many tokens in the cache over all rows."""
-        return self.step_weight_bytes + tokens_in_cache * self.kv_bytes_per_token
-
-
-def work_of(config: Qwen2Config, *, dtype: torch.dtype, batch: int, length: int) -> Work:
-    """The work for `batch` prompts of `length` tokens (padding included: it is computed too)."""
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    kv_width = hidden // config.num_attention_heads * config.num_key_value_heads
-    matmuls = hidden * (hidden + 2 * kv_width) + hidden * hidden + 3 * hidden * inner
-    small = hidden + 2 * kv_width + 2 * hidden  # biases and norms
-    table = config.vocab_size * hidden
-    parameters = layers * (matmuls + small) + hidden + table
-    if not config.tie_word_embeddings:
-        parameters += table
-    size = torch.empty(0, dtype=dtype).element_size()
-    attention = 4 * hidden * (length * (length + 1) // 2)
-    return Work(
-        weight_bytes=parameters * size,
-        step_weight_bytes=(parameters - (0 if config.tie_word_embeddings else table)) * size,
-        kv_bytes_per_token=2 * layers * kv_width * size,
-        prefill_flops=batch * (layers * (2 * length * matmuls + attention) + 2 * table),
-    )
-
-
 class Ceilings:
     """Buffers for the two measurements, made once so that a measurement times nothing else."""
 
-    def __init__(self, config: Qwen2Config, work: Work, *, device: torch.device, dtype: torch.dtype, rows: int) -> None:
-        """rows: tokens of the prefill, batch * length."""
+    def __init__(
+        self,
+        config: Qwen2Config,
+        work: Work,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: int,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """rows: tokens of the prefill, batch * length; shard: whose matmul shapes are measured."""
         self.device = device
         self._bytes = work.step_weight_bytes
         elements = max(min(self._bytes, LARGEST_BUFFER) // 4, 1)
@@ -76,7 +45,7 @@ class Ceilings:
         self._buffer = torch.ones(elements, dtype=torch.float32, device=device)
         self._candidates: list[tuple[str, float, Callable[[], Tensor]]] = []
         pack = packer_for(device.type, dtype)
-        for name, out_features, in_features in _shapes(config):
+        for name, out_features, in_features in _shapes(config, shard):
             self._add(name, rows, out_features, in_features, dtype, pack)
         self._add(f"square {SQUARE}", SQUARE, SQUARE, SQUARE, dtype, pack)
 
@@ -127,15 +96,13 @@ class Ceilings:
         return fastest
 
 
-def _shapes(config: Qwen2Config) -> list[tuple[str, int, int]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    kv_width = hidden // config.num_attention_heads * config.num_key_value_heads
-    return [
-        ("qkv", hidden + 2 * kv_width, hidden),
-        ("o_proj", hidden, hidden),
-        ("gate_up_proj", 2 * inner, hidden),
-        ("down_proj", hidden, inner),
-    ]
+def _shapes(config: Qwen2Config, shard: Shard) -> list[tuple[str, int, int]]:
+    """(name, out, in) of a layer's matmuls."""
+    shapes = []
+    for name in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        rows, columns = shape_of(pieces_of(f"model.layers.0.{name}.weight", config, shard))
+        shapes.append((name.rpartition(".")[2], rows, columns))
+    return shapes
 
 
 def utilisation(

@@ -94,8 +94,28 @@ def limits(report: dict[str, Any]) -> list[tuple[str, str]]:
          f"before; {memory['measured']})"),
         ("peak with the tuned model", f"{gigabytes(memory['tuned_peak_bytes'])} (warm-up, compiling included)"),
     ]  # fmt: skip
+    if report["tensor_parallel"]:
+        rows += _parallel_rows(report["tensor_parallel"])
     if report["comparison"]:
         rows.append(("peak with stock beside it", gigabytes(memory["all_models_peak_bytes"])))
+    return rows
+
+
+def _parallel_rows(parallel: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the ranks have and spend besides their own work."""
+    peaks = parallel["peak_bytes_per_rank"]
+    rows = [
+        ("ranks", f"{parallel['ranks']}, {parallel['all_reduce']}"),
+        ("peak per rank", ", ".join(gigabytes(peak) for peak in peaks)),
+    ]
+    for step in ("prefill", "decode"):
+        entry = parallel[step]
+        rows.append(
+            (f"all-reduce, {step}", f"{spread(entry['all_reduce_ms'], '{:.3f}')} ms for {gigabytes(entry['bytes'])}, "
+             f"{entry['count']} times: {entry['share']:.0%} of the step, measured alone")
+        )  # fmt: skip
+    for step, value in (parallel["linearity"] or {}).items():
+        rows.append((f"linearity, {step}", f"{value:.0%} of {parallel['ranks']} times one rank's tokens/s"))
     return rows
 
 

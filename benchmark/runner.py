@@ -20,20 +20,24 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from benchmark.ablation import cumulative_options, run_ablation
-from benchmark.ceilings import Ceilings, utilisation, work_of
+from benchmark.ceilings import Ceilings, utilisation
 from benchmark.comparison import TUNED, ratios, token_agreement
 from benchmark.environment import environment
 from benchmark.generate import FIXED_LENGTH, Subject, generate, load_stock, timed_generation
 from benchmark.metrics import PeakMemory, summarise
+from benchmark.ranks import Ranks, check_single, parallel_report
 from benchmark.sample_checkpoint import sample_checkpoint
 from benchmark.workload import Workload, load_tokenizer, make_workload, read_prompts
 from npu_tuned_model import TuningOptions, load_model
 from npu_tuned_model.check_finite import FiniteCheck
+from npu_tuned_model.checkpoint_layout import check_tp_size, converted_tp_size
 from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
+from npu_tuned_model.errors import UserError
 from npu_tuned_model.graph import has_cpp_compiler
 from npu_tuned_model.kv_cache import FixedKVCache
 from npu_tuned_model.tuning import what_is_in_force
+from npu_tuned_model.work import work_of
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,38 @@ class Prepared:
     tokenizer: Any
     workload: Workload
     notes: list[str]
+    ranks: Ranks
 
 
-def prepare(settings: Settings, console: Console) -> Prepared:
+def prepare(settings: Settings, console: Console, ranks: Ranks | None = None) -> Prepared:
     """Check everything that can be checked quickly; builds the sample checkpoint when no model was given.
+
+    Args:
+        ranks: this process's place among those that run the model together, each of which calls this and `run`; by
+            default it runs the model alone.
 
     Raises:
         UserError: for anything that the user has to change.
     """
     transformers.logging.set_verbosity_error()
+    ranks = ranks or Ranks()
     device, dtype = resolve_device(settings.device), resolve_dtype(settings.dtype)
     prompts = None if settings.prompts is None else read_prompts(settings.prompts)
     notes = []
     if settings.model_path is None:
-        folder = sample_checkpoint(
-            lambda path: console.print(f"Building a sample checkpoint of Qwen2-0.5B's shape (1 GB, once): {path}")
-        )
+        with ranks.first_rank_first():
+            folder = sample_checkpoint(
+                lambda path: console.print(f"Building a sample checkpoint of Qwen2-0.5B's shape (1 GB, once): {path}")
+            )
         notes.append(
             "no --model_path: a sample checkpoint with Qwen2-0.5B's shape and random weights; its text means nothing"
         )
     else:
         folder = resolve_checkpoint(settings.model_path)
     config = read_config(folder)
+    check_tp_size(config, ranks.size)
+    if settings.compare and converted_tp_size(config) is not None:
+        raise UserError(f"stock transformers can't read the converted checkpoint {folder}: pass --compare=none")
     tokenizer = load_tokenizer(folder)
     workload = make_workload(
         tokenizer,
@@ -99,7 +113,10 @@ def prepare(settings: Settings, console: Console) -> Prepared:
         source="built-in texts" if settings.prompts is None else str(settings.prompts),
     )
     notes += workload.warnings
-    return Prepared(settings, device, dtype, folder, config, tokenizer, workload, notes)
+    prepared = Prepared(settings, device, dtype, folder, config, tokenizer, workload, notes, ranks)
+    if ranks.single is not None:
+        check_single(ranks.single, _model_entry(prepared), _workload_entry(prepared))
+    return prepared
 
 
 def run(prepared: Prepared, console: Console) -> dict[str, Any]:
@@ -145,10 +162,12 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
         subjects = [*load_stock(prepared.folder, device=device, dtype=prepared.dtype), tuned]
         for subject in subjects[:-1]:
             timed_generation(subject, workload, device=device)
-    work = work_of(prepared.config, dtype=prepared.dtype, batch=workload.batch_size, length=workload.input_max_len)
-    ceilings = Ceilings(
-        prepared.config, work, device=device, dtype=prepared.dtype, rows=workload.batch_size * workload.input_max_len
+    ranks, config = prepared.ranks, prepared.config
+    work = work_of(
+        config, dtype=prepared.dtype, batch=workload.batch_size, length=workload.input_max_len, shard=ranks.shard
     )
+    rows = workload.batch_size * workload.input_max_len
+    ceilings = Ceilings(config, work, device=device, dtype=prepared.dtype, rows=rows, shard=ranks.shard)
     memory.reset()
     rounds, tokens, limits = _rounds(subjects, workload, ceilings, settings.rounds, device, console)
     all_peak = memory.read_bytes()
@@ -162,27 +181,8 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
         "format": 1,
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "environment": environment(device),
-        "model": {
-            "path": None if settings.model_path is None else str(settings.model_path),
-            "random_weights": settings.model_path is None,
-            "layers": prepared.config.num_hidden_layers,
-            "hidden_size": prepared.config.hidden_size,
-            "heads": prepared.config.num_attention_heads,
-            "kv_heads": prepared.config.num_key_value_heads,
-            "vocabulary": prepared.config.vocab_size,
-            "tied_embeddings": bool(prepared.config.tie_word_embeddings),
-            "dtype": settings.dtype,
-        },
-        "workload": {
-            "batch_size": workload.batch_size,
-            "input_max_len_tokens": workload.input_max_len,
-            "max_new_tokens": workload.max_new_tokens,
-            "prompt_tokens_per_row": workload.prompt_tokens,
-            "prompts": workload.source,
-            "chat_template": workload.chat_template,
-            "rounds": settings.rounds,
-            "decoding": f"greedy; {FIXED_LENGTH}",
-        },
+        "model": _model_entry(prepared),
+        "workload": _workload_entry(prepared),
         "notes": notes,
         "execution": {
             "asked": settings.execute_mode,
@@ -218,10 +218,13 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
         },
         "ceilings": {"rounds": limits, "summary": summarise(limits)},
         "variants": {name: {"rounds": figures, "summary": summarise(figures)} for name, figures in rounds.items()},
+        "tensor_parallel": None,
         "comparison": None,
         "ablation": None,
         "sample_text": None,
     }
+    if ranks.size > 1:
+        report["tensor_parallel"] = parallel_report(ranks, report, config.hidden_size, work, device, prepared.dtype)
     if settings.model_path is not None:
         report["sample_text"] = prepared.tokenizer.decode(tokens[TUNED][0], skip_special_tokens=True)
     if settings.compare:
@@ -234,11 +237,44 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
     return report
 
 
+def _model_entry(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "path": None if prepared.settings.model_path is None else str(prepared.settings.model_path),
+        "random_weights": prepared.settings.model_path is None,
+        "layers": prepared.config.num_hidden_layers,
+        "hidden_size": prepared.config.hidden_size,
+        "heads": prepared.config.num_attention_heads,
+        "kv_heads": prepared.config.num_key_value_heads,
+        "vocabulary": prepared.config.vocab_size,
+        "tied_embeddings": bool(prepared.config.tie_word_embeddings),
+        "dtype": prepared.settings.dtype,
+    }
+
+
+def _workload_entry(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "batch_size": prepared.workload.batch_size,
+        "input_max_len_tokens": prepared.workload.input_max_len,
+        "max_new_tokens": prepared.workload.max_new_tokens,
+        "prompt_tokens_per_row": prepared.workload.prompt_tokens,
+        "prompts": prepared.workload.source,
+        "chat_template": prepared.workload.chat_template,
+        "rounds": prepared.settings.rounds,
+        "decoding": f"greedy; {FIXED_LENGTH}",
+    }
+
+
 def _load_tuned(prepared: Prepared, notes: list[str], console: Console) -> Any:
     console.print(f"Loading {escape(str(prepared.folder))}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        model = load_model(prepared.folder, device=prepared.device, dtype=prepared.dtype, options=TuningOptions())
+        model = load_model(
+            prepared.folder,
+            device=prepared.device,
+            dtype=prepared.dtype,
+            options=TuningOptions(),
+            parallel=prepared.ranks.parallel,
+        )
     for warning in caught:
         notes.append(str(warning.message))
         console.print(f"[yellow]{escape(str(warning.message))}[/yellow]")

@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmark.ceilings import Ceilings, utilisation, work_of
+from benchmark.ceilings import Ceilings, utilisation
+from npu_tuned_model.work import work_of
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""Benchmark over several cards."""

@@ -1,0 +1,92 @@
+"""Benchmark Qwen2 over several cards: deepspeed --num_gpus=N benchmark/deepspeed/benchmark_qwen.py --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import click
+
+from benchmark.command import OneLineErrors, user_errors
+
+
+def _positive() -> click.IntRange:
+    return click.IntRange(min=1)
+
+
+@click.command(cls=OneLineErrors)
+@click.option("--model_path", help="Checkpoint folder, plain or converted for this number of ranks, or Hub id.")
+@click.option("--execute_mode", type=click.Choice(["dynamo", "eager"]), default="dynamo", show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or npu.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16 or float16.")
+@click.option("--batch_size", type=_positive(), default=1, show_default=True)
+@click.option("--input_max_len", type=_positive(), default=256, show_default=True, help="Tokens of the padded prompt.")
+@click.option("--max_new_tokens", type=_positive(), default=32, show_default=True, help="Tokens to generate, exactly.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help="UTF-8 file with one prompt per line, or a JSON list of strings."
+)
+@click.option("--rounds", type=_positive(), default=3, show_default=True)
+@click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result.")
+@click.option(
+    "--single_report",
+    type=click.Path(path_type=Path),
+    help="report.json of the same workload on one rank: the report then says how throughput grows with the ranks.",
+)
+@click.option(
+    "--timeout_s", type=_positive(), default=600, show_default=True, help="A rank that waits longer for another ends."
+)
+@click.option(
+    "--output_dir",
+    type=click.Path(path_type=Path),
+    help="Folder for report.json and report.html. Default: benchmark_reports/<date>-<time>.",
+)
+@click.option("--force", is_flag=True, help="Overwrite an earlier report in --output_dir.")
+@click.option("--local_rank", type=int, hidden=True, help="The launcher passes it; LOCAL_RANK says the same.")
+def main(
+    output_dir: Path | None,
+    force: bool,
+    device: str,
+    timeout_s: int,
+    single_report: Path | None,
+    local_rank: int | None,
+    **options: Any,
+) -> None:
+    """Time prefill and decode of the tuned Qwen2 divided over several cards (tensor parallelism).
+
+    Rank 0 reports. The classic workload is --batch_size=4 --input_max_len=1024 --max_new_tokens=1024.
+    """
+    import dataclasses
+
+    from rich.console import Console
+
+    from benchmark import report as console_report
+    from benchmark import runner
+    from benchmark.deepspeed.process_group import join
+    from benchmark.output import OutputFolder
+    from benchmark.ranks import read_single
+
+    with user_errors():
+        single = None if single_report is None else read_single(single_report)
+        ranks, device_name = join(device, timeout_s)
+        first = ranks.shard.rank == 0
+        console = Console(quiet=not first)
+        settings = runner.Settings(device=device_name, compare=False, ablation=False, **options)
+        prepared = runner.prepare(settings, console, dataclasses.replace(ranks, single=single))
+        output = OutputFolder(output_dir, force=force) if first else None
+        try:
+            report = runner.run(prepared, console)
+            if output is None:
+                return
+            console_report.print_report(report, console)
+            files = output.write(report)
+        finally:
+            if output is not None:
+                output.discard()
+    console.print(f"Written: {', '.join(str(file) for file in files)}", soft_wrap=True, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
