@@ -148,7 +148,6 @@ class PrecisionDebugger:
         if not models and (self.config.level in ("L0", "mix") or self.config.token_range is not None):
             raise PrecisionError("levels L0 and mix and token_range need the model: start(model)")
         with contextlib.ExitStack() as undo:
-            # with_level: what is undone runs in reverse, whatever happens in between
             if self._wanted_here():
                 self._enter(models, undo)
             self._running = undo.pop_all()
@@ -204,20 +203,22 @@ class PrecisionDebugger:
         return True
 
     def _enter(self, models: list[nn.Module], undo: contextlib.ExitStack) -> None:
-        graph = self.config.level == "graph"
+        if self.config.level == "graph":
+            self._recorder.begin(self.folder, self._graphs)
+            undo.callback(self._recorder.end)
+            undo.enter_context(self._graphs.observed(self._recorder))
+            undo.callback(lambda: self.summary.note(str(self._graphs)))
+            return
         self.summary.functions = self._registry.show()
         undo.callback(self._registry.hide)
         hooks = None
-        if models and not graph:
+        if models:
             hooks = ModuleHooks(models, self._recorder)
             self.summary.hooked = hooks.hooked
         self._recorder.begin(self.folder, hooks)
         undo.callback(self._recorder.end)
         if hooks is not None:
             undo.callback(hooks.remove)
-        if graph:
-            undo.enter_context(self._graphs.observed(self._recorder))
-            return
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         if self.config.level != "L0":

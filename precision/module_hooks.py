@@ -19,6 +19,14 @@ class ModuleObserver(Protocol):
         """It has run."""
 
 
+class RunningModules(Protocol):
+    """Whoever knows which modules run right now."""
+
+    @property
+    def running(self) -> list[str]:
+        """The records of the modules that the current call is inside, outermost first."""
+
+
 class ModuleHooks:
     """Forward hooks on every module of the models, and the stack of modules that run right now in each thread."""
 

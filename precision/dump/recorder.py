@@ -21,7 +21,7 @@ from precision.dump.tensor_files import TensorFiles, raise_failure
 from precision.errors import PrecisionError
 from precision.gradients import CallGradients, edges
 from precision.interception import tensors_in
-from precision.module_hooks import ModuleHooks
+from precision.module_hooks import RunningModules
 from precision.names import Api
 
 
@@ -45,7 +45,7 @@ class Recorder:
         self._statistics = StatisticsBatch(checksum=config.summary_mode == "md5")
         self._files = TensorFiles()
         self._lock = threading.RLock()
-        self._hooks: ModuleHooks | None = None
+        self._modules: RunningModules | None = None
         self._handles: list[Any] = []
         self._gradients: list[CallGradients] = []
         self._thread = threading.get_ident()
@@ -53,13 +53,13 @@ class Recorder:
         self._step_started = False
         self._clear_step()
 
-    def begin(self, folder: Path, hooks: ModuleHooks | None) -> None:
+    def begin(self, folder: Path, modules: RunningModules | None) -> None:
         """Record from now on, into a step's folder."""
         if not self._step_started:
             store.prepare(folder, tensors=self.config.task == "tensor" or bool(self.config.tensor_list))
             self._step_started = True
         self._folder = folder
-        self._hooks = hooks
+        self._modules = modules
         self._thread = threading.get_ident()
         self.active = True
 
@@ -81,7 +81,7 @@ class Recorder:
             self._files.finish()
             self._fill_figures()
             self._write()
-        self._hooks = None
+        self._modules = None
         self.summary.files(self._files)
         if self.config.on_write_error == "stop":
             raise_failure(self._files)
@@ -102,7 +102,7 @@ class Recorder:
             self.summary.skip("outside risk_level", api.key)
             return function(*args, **kwargs)
         number = self._counts[api.key]
-        enclosing = self._hooks.running if self._hooks else []
+        enclosing = self._modules.running if self._modules else []
         name = f"{api.key}.{number}"
         record = f"{name}.forward"
         self.summary.seen += 1
@@ -143,7 +143,7 @@ class Recorder:
         if not self._records_modules():
             return record
         self.summary.seen += 1
-        enclosing = self._hooks.running if self._hooks else []
+        enclosing = self._modules.running if self._modules else []
         if not self._selection.record(record, enclosing):
             self.summary.skip("outside list or scope", key)
             return record
