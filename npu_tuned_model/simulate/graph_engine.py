@@ -28,7 +28,7 @@ def install() -> None:
     """
     from torch_npu.dynamo import torchair  # noqa: F401  after this the modules below can be imported
     from torchair._acl_concrete_graph.fx2acl_converter import AclConcreteGraph
-    from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
+    from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
 
     shown: set[int] = set()
 
@@ -48,8 +48,13 @@ def install() -> None:
             _show("captured graph", graph.fx_graph_name, Counter(str(node.target) for node in calls))
         return graph.fx_graph(*args)
 
-    GeConcreteGraph.__call__ = run_ge_graph
+    # the engine would be started when a graph is built, and asked what its operators look like
+    fx2ge_converter.initialize_graph_engine = lambda *options: None
+    compat_ir.is_cann_compat = lambda *question, **details: ""
+    fx2ge_converter.GeConcreteGraph.__call__ = run_ge_graph
     AclConcreteGraph.__call__ = run_captured_graph
+    # without generated code torchair calls the graph object itself
+    AclConcreteGraph.codegen = lambda *arguments, **options: None
 
 
 def _show(kind: str, name: str, counts: Counter[str]) -> None:
