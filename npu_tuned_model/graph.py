@@ -31,12 +31,16 @@ class GraphOptions:
         backend: "inductor" (CPU, CUDA), "torchair" (NPU), or "auto": what fits the model's device.
         prefill_bucket: prompts are padded (behind, without effect on the result) to a multiple of this many tokens, so
             that prompts of about the same length share one prefill graph.
+        dynamic: torchair only: prompt length and cache capacity are symbols, so that one prefill graph and one decode
+            graph serve all of them. Off, there is a graph for each (prompts are padded to a bucket), which is faster:
+            only a graph of known shapes is put on the device as a whole.
         torchair_mode: "max-autotune" builds a GE graph; "reduce-overhead" / "npugraph_ex" capture and replay kernels.
         frozen_parameter: torchair may take the weights' addresses as fixed (they are: nothing moves after loading).
     """
 
     backend: str = "auto"
     prefill_bucket: int = 128
+    dynamic: bool = False
     torchair_mode: str = "max-autotune"
     frozen_parameter: bool = True
 
@@ -80,6 +84,8 @@ class CompiledSteps:
         self.options = options
         device = model.model.embed_tokens.weight.device
         self.backend = _resolve_backend(options.backend, device)
+        if options.dynamic and self.backend != "torchair":
+            raise UserError(f"dynamic graphs are torchair's; {self.backend} pads prompts to prefill_bucket instead")
         self.torchair_mode = options.torchair_mode if self.backend == "torchair" else None
         compile_graph = self._backend_function(model)
         model.model.run_layer = _layer_region(model) if self.backend == "inductor" else run_layer
@@ -91,15 +97,18 @@ class CompiledSteps:
 
     def padded_length(self, length: int) -> int:
         """The length that a prompt of `length` tokens is padded to."""
-        return round_up(length, self.options.prefill_bucket)
+        return length if self.options.dynamic else round_up(length, self.options.prefill_bucket)
 
     def prefill(
         self, input_ids: Tensor, rotary: tuple[Tensor, Tensor], last_rows: Tensor | None, cache: KVCache
     ) -> Tensor:
         """As Qwen2ForCausalLM.prefill."""
+        input_ids = _own(input_ids)
+        if self.options.dynamic:
+            _mark_symbolic(1, input_ids, *rotary, *cache.keys, *cache.values)
         key = ("prefill", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
-            return self._prefill(_own(input_ids), rotary, last_rows, cache)
+            return self._prefill(input_ids, rotary, last_rows, cache)
 
     def decode(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
@@ -156,6 +165,13 @@ def _layer_region(model: Any) -> Callable[..., Any]:
     if nested is None or not model.options.fixed_kv_cache:
         return run_layer
     return nested(run_layer)
+
+
+def _mark_symbolic(dim: int, *tensors: Tensor) -> None:
+    # Not torch.compile(dynamic=True): it makes a symbol of every size and number that it meets, gives equal ones the same
+    # symbol (a prompt as long as a head is wide), and compiles again when they part.
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def _own(input_ids: Tensor) -> Tensor:
