@@ -54,8 +54,6 @@ def main(
     from npu_tuned_model.checkpoint_convert import Conversion, verify
     from npu_tuned_model.device import resolve_dtype
 
-    # A polite kill cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console()
     with user_errors():
         if unmerge and tp_size is not None:
@@ -101,4 +99,6 @@ def _progress(console: Any, what: str, total: int) -> Any:
 
 
 if __name__ == "__main__":
+    # A polite kill cleans up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()
