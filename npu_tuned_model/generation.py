@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from npu_tuned_model import cpu_kernels
 from npu_tuned_model.chip import AttentionPlan, check_model, plan_attention
 from npu_tuned_model.errors import UserError
+from npu_tuned_model.frozen_gc import frozen_gc
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache
 
@@ -39,6 +41,8 @@ class GenerationSteps:
     dtype: torch.dtype
     # which attention operators an NPU shall use: one of chip.ATTENTION
     attention: str = "auto"
+    # no garbage collection between the tokens of a generation
+    freeze_gc: bool = True
 
     def run_eager(self) -> None:
         """Run prefill and decode as plain Python from now on."""
@@ -214,11 +218,13 @@ class GenerationSteps:
 
     def greedy_search(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Greedy search over a cache made for this generation."""
-        return super().greedy_search(input_ids, **self._with_cache(input_ids, kwargs))  # type: ignore[misc]
+        with frozen_gc() if self.freeze_gc else contextlib.nullcontext():
+            return super().greedy_search(input_ids, **self._with_cache(input_ids, kwargs))  # type: ignore[misc]
 
     def sample(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Sampling over a cache made for this generation."""
-        return super().sample(input_ids, **self._with_cache(input_ids, kwargs))  # type: ignore[misc]
+        with frozen_gc() if self.freeze_gc else contextlib.nullcontext():
+            return super().sample(input_ids, **self._with_cache(input_ids, kwargs))  # type: ignore[misc]
 
     def _with_cache(self, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get("past_key_values") is not None:

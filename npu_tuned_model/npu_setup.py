@@ -1,7 +1,8 @@
 """How a process is set up for an NPU, beside what the model and its graphs are: each part an option with its reason.
 
-Three calls in this order: ``prepare_process`` before torch starts threads or process groups, ``prepare_device`` before
-the weights are loaded, ``prepare_weights`` after. On a CPU or GPU the parts that mean something there act, too.
+``set_up`` when the process starts, ``prepare_weights`` when the model is loaded. On a CPU or GPU the parts that mean
+something there act, too. What belongs to graphs (frozen parameters, tiling on the device) is in graph.py, the sums over
+cards inside graphs in tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class NpuSetup:
         nz_weights: store the linear layers' weights in the NPU's own tiled format, FRACTAL_NZ, in which its matrix unit
             reads them, so that no layout is changed on the way. Saved checkpoints stay in the plain format.
         hccl_variables: set HCCL_VARIABLES, where the user hasn't, when there are several cards.
-        allreduce_in_graph: with several cards, let a graph hold the sums over cards rather than break at them.
         core_binding: keep each card's process on an equal share of the cores, in NUMA order.
         frozen_gc: no garbage collection while tokens are generated.
     """
@@ -51,7 +51,6 @@ class NpuSetup:
     jit_compile: bool = False
     nz_weights: bool = True
     hccl_variables: bool = True
-    allreduce_in_graph: bool = True
     core_binding: bool = True
     frozen_gc: bool = True
 
@@ -97,26 +96,28 @@ class TiledLinear(InputMajorLinear):
         return torch_npu.npu_format_cast(self.weight.detach(), ND).t()
 
 
-def prepare_process(setup: NpuSetup, device_type: str, *, card: int = 0, cards: int = 1) -> PreparedSetup:
-    """Bind the process to its cores and set HCCL's variables; before torch computes and before a process group is made.
+def set_up(
+    setup: NpuSetup, device: torch.device, *, local_rank: int = 0, local_ranks: int = 1, ranks: int = 1
+) -> PreparedSetup:
+    """Set up this process: its cores, HCCL's variables, the NPU's modes.
+
+    Call it before torch computes anything, since threads that run already keep to their cores, and before a process
+    group is made.
 
     Args:
-        device_type: "cpu", "cuda" or "npu".
-        card, cards: number of this process's card on this host, and how many cards the host's processes use.
+        device: what the process computes on.
+        local_rank, local_ranks: this process's place among those of this host that run the model together.
+        ranks: how many processes run it on all hosts.
 
     Raises:
         UserError: the cores can't be shared out.
     """
+    npu = device.type == "npu"
     prepared = PreparedSetup(setup)
     if setup.core_binding:
-        if cards > 1:
-            share = bind_cores(card, cards)
-            torch.set_num_threads(min(torch.get_num_threads(), len(share)))
-            prepared.done["core_binding"] = f"cores {format_core_list(share)} for card {card} of {cards}"
-        else:
-            prepared.not_done["core_binding"] = "one card: it may use all cores"
+        _bind_to_card(prepared, device, local_rank, local_ranks)
     if setup.hccl_variables:
-        if device_type == "npu" and cards > 1:
+        if npu and ranks > 1:
             for name, value in HCCL_VARIABLES.items():
                 os.environ.setdefault(name, value)
             prepared.done["hccl_variables"] = ", ".join(f"{name}={os.environ[name]}" for name in HCCL_VARIABLES)
@@ -124,31 +125,32 @@ def prepare_process(setup: NpuSetup, device_type: str, *, card: int = 0, cards: 
             prepared.not_done["hccl_variables"] = "needs several NPUs"
     if setup.frozen_gc:
         prepared.done["frozen_gc"] = "no collection while tokens are generated"
+    if npu:
+        import torch_npu
+
+        torch_npu.npu.set_compile_mode(jit_compile=setup.jit_compile)
+        prepared.done["jit_compile"] = (
+            "each operator is compiled for each shape" if setup.jit_compile else "off: prebuilt operators"
+        )
+        # without it npu_format_cast makes plain tensors, and only a warning says so
+        torch_npu.npu.config.allow_internal_format = setup.nz_weights
+    else:
+        prepared.not_done.update(jit_compile="needs an NPU", nz_weights="needs an NPU")
     return prepared
 
 
-def prepare_device(prepared: PreparedSetup, device: torch.device, *, cards: int = 1) -> None:
-    """Set the NPU's modes; does nothing for another device but note it."""
-    setup = prepared.setup
-    if device.type != "npu":
-        prepared.not_done.update(dict.fromkeys(("jit_compile", "nz_weights", "allreduce_in_graph"), "needs an NPU"))
+def _bind_to_card(prepared: PreparedSetup, device: torch.device, local_rank: int, local_ranks: int) -> None:
+    card, cards = local_rank, local_ranks
+    if device.type == "npu":
+        # the cards that this process leaves alone are for other processes, of this model or another
+        card = local_rank if device.index is None else device.index
+        cards = torch.npu.device_count()  # type: ignore[attr-defined]
+    if cards == 1:
+        prepared.not_done["core_binding"] = "one card: its process may use all cores"
         return
-    import torch_npu
-
-    torch_npu.npu.set_compile_mode(jit_compile=setup.jit_compile)
-    prepared.done["jit_compile"] = (
-        "on: each operator is compiled for each shape"
-        if setup.jit_compile
-        else "off: prebuilt operators serve every shape"
-    )
-    if setup.nz_weights:
-        # without it npu_format_cast makes plain tensors and says so in a warning only
-        torch_npu.npu.config.allow_internal_format = True
-    if setup.allreduce_in_graph:
-        if cards > 1:
-            prepared.done["allreduce_in_graph"] = _patch_all_reduce()
-        else:
-            prepared.not_done["allreduce_in_graph"] = "one card"
+    share = bind_cores(card, cards)
+    torch.set_num_threads(min(torch.get_num_threads(), len(share)))
+    prepared.done["core_binding"] = f"cores {format_core_list(share)} for card {card} of {cards}"
 
 
 def prepare_weights(prepared: PreparedSetup, model: nn.Module) -> None:
@@ -179,13 +181,3 @@ def _sliced_layers(model: Any) -> set[str]:
     options = getattr(model, "options", None)
     fused = {"qkv": getattr(options, "fused_qkv", True), "gate_up_proj": getattr(options, "fused_gate_up", True)}
     return {name for name, whole in fused.items() if not whole}
-
-
-def _patch_all_reduce() -> str:
-    # torch's own dynamo turns dist.all_reduce into a node of the graph since 2.3.1; before that torchair has to
-    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3]) >= (2, 3, 1):
-        return "by dynamo"
-    import torchair
-
-    torchair.patch_for_hcom()
-    return "by torchair.patch_for_hcom"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from models import padded_batch, tuned_model
+from transformers import Qwen2ForCausalLM as StockQwen2
+from transformers.generation.streamers import BaseStreamer
 
 from npu_tuned_model.frozen_gc import frozen_gc
 
@@ -53,3 +58,22 @@ def test_nested_and_disabled_by_the_caller() -> None:
     with frozen_gc():
         pass
     assert not gc.isenabled()
+
+
+@pytest.mark.parametrize(("freeze", "sample"), [(True, False), (True, True), (False, False)])
+def test_generation_holds_it_still(checkpoints: dict[str, tuple[StockQwen2, Path]], freeze: bool, sample: bool) -> None:
+    model = tuned_model(checkpoints["gqa_4_2_head_16"][1])
+    model.freeze_gc = freeze
+    states: list[bool] = []
+
+    class Watch(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            states.append(gc.isenabled())
+
+        def end(self) -> None: ...
+
+    ids, mask = padded_batch([5])
+    model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=sample, streamer=Watch())
+    # the prompt reaches the streamer before the first token is asked for
+    assert states[1:] == [not freeze] * 3
+    assert gc.isenabled()

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from npu_tuned_model.npu_setup import (
-    HCCL_VARIABLES,
     NpuSetup,
     PreparedSetup,
-    prepare_device,
-    prepare_process,
     prepare_weights,
+    set_up,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -33,8 +31,7 @@ def test_every_option_has_its_reason() -> None:
 
 def test_one_cpu_process_is_left_as_it_is() -> None:
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    prepared = prepare_process(NpuSetup(), "cpu")
-    prepare_device(prepared, torch.device("cpu"))
+    prepared = set_up(NpuSetup(), torch.device("cpu"))
     model = nn.Sequential(nn.Linear(4, 4))
     prepare_weights(prepared, model)
     assert type(model[0]) is nn.Linear
@@ -49,34 +46,28 @@ def test_one_cpu_process_is_left_as_it_is() -> None:
 
 def test_what_is_switched_off_is_not_done() -> None:
     off = NpuSetup(**dict.fromkeys(NAMES, False))
-    prepared = prepare_process(off, "npu", card=0, cards=2)
-    assert (prepared.done, prepared.not_done) == ({}, {})
+    prepared = set_up(off, torch.device("cpu"), local_rank=0, local_ranks=2, ranks=2)
+    assert prepared.done == {}
     assert not any(row.active or row.asked for row in prepared.in_force())
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes to cores")
-def test_the_process_of_one_of_several_npus() -> None:
+def test_one_of_several_processes_on_a_host() -> None:
     code = (
         "import json, os, torch\n"
-        "from npu_tuned_model.npu_setup import NpuSetup, prepare_process\n"
+        "from npu_tuned_model.npu_setup import NpuSetup, set_up\n"
         "cores = sorted(os.sched_getaffinity(0))\n"
-        "prepared = prepare_process(NpuSetup(), 'npu', card=0, cards=len(cores))\n"
-        "hccl = {name: value for name, value in os.environ.items() if name.startswith('HCCL_')}\n"
+        "prepared = set_up(NpuSetup(), torch.device('cpu'), local_rank=0, local_ranks=len(cores), ranks=len(cores))\n"
         "bound = sorted(os.sched_getaffinity(0)) == cores[:1]\n"
-        "print(json.dumps([bound, torch.get_num_threads(), hccl, prepared.done]))"
+        "print(json.dumps([bound, torch.get_num_threads(), prepared.done]))"
     )
-    variables = {**os.environ, "HCCL_CONNECT_TIMEOUT": "300"}
     if len(os.sched_getaffinity(0)) == 1:
         pytest.skip("one core can't be shared out")
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=True
-    )
-    bound, threads, hccl, done = json.loads(result.stdout)
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    bound, threads, done = json.loads(result.stdout)
     assert bound
     assert threads == 1
-    # the user's own setting stays
-    assert hccl == {**HCCL_VARIABLES, "HCCL_CONNECT_TIMEOUT": "300"}
-    assert "HCCL_CONNECT_TIMEOUT=300" in done["hccl_variables"]
+    assert set(done) == {"core_binding", "frozen_gc"}
 
 
 def test_the_table_shows_done_not_done_and_off() -> None:
