@@ -88,7 +88,8 @@ def _built() -> Path:
     command = [_compiler(), *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", str(SOURCE)]
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
     command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu"]
-    made_of = SOURCE.read_bytes() + repr((command, torch.__version__)).encode()
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("cpu_kernels_*.h"))]
+    made_of = b"".join(file.read_bytes() for file in sources) + repr((command, torch.__version__)).encode()
     folder = Path(cpp_extension.get_default_build_root()) / "npu_tuned_model"
     library = folder / f"cpu_kernels_{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not library.exists():

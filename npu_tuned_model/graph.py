@@ -15,6 +15,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import Tensor
 
+from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.kv_cache import KVCache, Window, round_up
 from npu_tuned_model.step import run_layer
@@ -78,10 +79,12 @@ class CompiledSteps:
         graphs: number of graphs compiled so far, by step ("prefill", "decode"). A promise: one per shape, and none
             while tokens are generated once a shape has been seen.
         seconds: time spent in first calls (compilation and one run), by step.
+        cpu_decode: decode as one C++ call, where the model and the CPU allow it; then it has no graph.
     """
 
     def __init__(self, model: Any, options: GraphOptions) -> None:
         self.options = options
+        self.cpu_decode = CpuDecode(model) if why_no_cpu_decode(model) is None else None
         device = model.model.embed_tokens.weight.device
         self.backend = _resolve_backend(options.backend, device)
         if options.dynamic and self.backend != "torchair":
@@ -112,6 +115,8 @@ class CompiledSteps:
 
     def decode(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
+        if self.cpu_decode is not None and self.cpu_decode.serves(input_ids, cache):
+            return self.cpu_decode(input_ids, positions, window, cache)
         key = ("decode", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
             return self._decode(_own(input_ids), positions, window, cache)
@@ -168,7 +173,7 @@ def _layer_region(model: Any) -> Callable[..., Any]:
 
 
 def _mark_symbolic(dim: int, *tensors: Tensor) -> None:
-    # Not torch.compile(dynamic=True): it makes a symbol of every size and number that it meets, gives equal ones the same
+    # Not torch.compile(dynamic=True): it makes a symbol of every size and number it meets, gives equal ones the same
     # symbol (a prompt as long as a head is wide), and compiles again when they part.
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_tuned_model import TuningOptions, cpu_kernels
+from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.linear import PACKING_ROWS, PackedLinear
 from npu_tuned_model.ops.portable_attention import windowed_decode
-from tests.models import tuned_model
+from tests.models import padded_batch, save, stock_model, tiny_config, tuned_model
 
 HAS_THE_INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 needs_the_instructions = pytest.mark.skipif(not HAS_THE_INSTRUCTIONS, reason="this CPU has no AVX512-BF16")
@@ -154,6 +155,68 @@ def test_model_decodes_as_without_them(checkpoints, compiled):
         assert not (compiled and native) or model.steps.graphs == {"prefill": 1, "decode": 1}
     assert not torch.equal(logits[True], logits[False])  # else it would be the same path twice
     torch.testing.assert_close(logits[True], logits[False], rtol=0, atol=0.05)
+
+
+@pytest.fixture(scope="module", params=["gqa_14_2_head_64", "gqa_28_4_head_128", "mha_4_head_64"])
+def served_model(request, tmp_path_factory):
+    """A bfloat16 model that the whole C++ step serves, tied and untied by shape."""
+    config = tiny_config(request.param)
+    config.intermediate_size = 192
+    return tuned_model(save(stock_model(config), tmp_path_factory.mktemp("served")), dtype="bfloat16")
+
+
+@needs_the_instructions
+@settings(max_examples=12, deadline=None)
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=cpu_kernels.FEW_ROWS), seed=st.integers(0, 99))
+def test_whole_step_is_the_networks_decode(served_model, lengths, seed):
+    assert why_no_cpu_decode(served_model) is None
+    decode = CpuDecode(served_model)
+    ids, mask = padded_batch(lengths, seed)
+    caches = [served_model.new_cache(len(lengths), max(lengths) + 4) for _ in range(2)]
+    for cache in caches:
+        served_model(ids, attention_mask=mask, past_key_values=cache)
+    for token in ids[:, :3].split(1, dim=1):
+        network, call = (
+            step(token, cache.positions, cache.decode_window(), cache)
+            for step, cache in zip((served_model.decode, decode), caches)
+        )
+        torch.testing.assert_close(call, network, rtol=0, atol=0.1)  # logits of a few units, in steps of 2^-6
+        for cache in caches:
+            cache.advance()
+    for ours, theirs in zip(caches[1].keys + caches[1].values, caches[0].keys + caches[0].values):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+@needs_the_instructions
+def test_whole_step_takes_no_more_rows_than_it_is_good_for(served_model):
+    decode, rows = CpuDecode(served_model), cpu_kernels.FEW_ROWS
+    for batch in (rows, rows + 1):
+        assert decode.serves(torch.zeros(batch, 1), served_model.new_cache(batch, 8)) == (batch == rows)
+
+
+@needs_the_instructions
+def test_compiled_steps_decode_without_a_graph(served_model):
+    served_model.run_graph()
+    try:
+        served_model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert served_model.steps.graphs == {"prefill": 1}
+    finally:
+        served_model.run_eager()
+
+
+@needs_the_instructions
+def test_a_position_outside_the_cache_is_refused(served_model):
+    cache = served_model.new_cache(1, 8)
+    with pytest.raises(RuntimeError, match="position 4096 is outside"):
+        CpuDecode(served_model)(torch.ones(1, 1, dtype=torch.int64), torch.tensor([4096]), None, cache)
+
+
+def test_reason_why_a_step_is_not_one_call(checkpoints):
+    options = TuningOptions(fused_qkv=False, native_kernels=False)
+    model = tuned_model(checkpoints["gqa_4_2_head_16"][1], options)
+    assert why_no_cpu_decode(model) == "needs fused_qkv, native_kernels"
+    model = tuned_model(checkpoints["gqa_4_2_head_16"][1])
+    assert why_no_cpu_decode(model) == "needs packed weights, whole on this rank"
 
 
 @pytest.fixture

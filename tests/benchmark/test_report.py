@@ -141,6 +141,7 @@ def test_a_graph_compiled_late_is_shouted(finished_report: dict[str, Any]) -> No
         "asked": "dynamo",
         "graphs": {"prefill": 1, "decode": 2},
         "graphs_after_warm_up": 1,
+        "cpu_decode": False,
         "first_call_s": {"prefill": 3.0, "decode": 4.0},
     }
     line, kept = graph_line(execution)

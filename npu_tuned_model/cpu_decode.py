@@ -1,0 +1,76 @@
+"""A whole decode step as one C++ call (cpu_kernels.cpp): no graph to compile, no Python between the layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_tuned_model import cpu_kernels
+from npu_tuned_model.kv_cache import FixedKVCache, KVCache, Window
+from npu_tuned_model.linear import PackedLinear
+
+NEEDED_OPTIONS = ("fixed_kv_cache", "flash_attention", "fused_qkv", "fused_gate_up", "native_kernels")
+
+
+class CpuDecode:
+    """Qwen2ForCausalLM.decode for the models that why_no_cpu_decode() has no objection to."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        output = model.lm_head
+        self.head = output.blocks0 if isinstance(output, PackedLinear) else output.weight
+        self.weights = [
+            weight
+            for layer in model.model.layers
+            for weight in (
+                layer.input_layernorm.weight,
+                layer.self_attn.qkv.blocks0,
+                layer.self_attn.qkv.bias0,
+                layer.self_attn.o_proj.blocks0,
+                layer.post_attention_layernorm.weight,
+                layer.mlp.gate_up_proj.blocks0,
+                layer.mlp.down_proj.blocks0,
+            )
+        ]
+
+    def serves(self, input_ids: Tensor, cache: KVCache) -> bool:
+        """Whether this step is small enough to be bound by reading the weights."""
+        return isinstance(cache, FixedKVCache) and input_ids.shape[0] <= cpu_kernels.FEW_ROWS
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
+        """As Qwen2ForCausalLM.decode; the window isn't needed, the C++ loops end at each row's length."""
+        model, network = self.model, self.model.model
+        logits: Tensor = torch.ops.npu_tuned_model.decode_step.default(
+            network.embed_tokens(input_ids.reshape(-1)),
+            positions,
+            self.weights,
+            cache.keys,
+            cache.values,
+            network.rotary.cos,
+            network.rotary.sin,
+            network.norm.weight,
+            self.head,
+            model.config.vocab_size,
+            model.config.num_attention_heads,
+            model.config.rms_norm_eps,
+        )
+        return logits
+
+
+def why_no_cpu_decode(model: Any) -> str | None:
+    """Why the model's decode can't be one C++ call; None when it can."""
+    off = [name for name in NEEDED_OPTIONS if not getattr(model.options, name)]
+    if off:
+        return f"needs {', '.join(off)}"
+    layer = model.model.layers[0]
+    linears = (layer.self_attn.qkv, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    if not all(isinstance(linear, PackedLinear) and linear.few_rows_kernel for linear in linears):
+        return "needs packed weights, whole on this rank"
+    head_dim = layer.self_attn.head_dim
+    if head_dim % 32 or head_dim > 256:
+        return f"needs a head size that is a multiple of 32 up to 256, not {head_dim}"
+    if layer.mlp.down_proj.in_features % 64:
+        return f"needs an intermediate size that is a multiple of 64, not {layer.mlp.down_proj.in_features}"
+    return None
