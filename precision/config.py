@@ -51,9 +51,9 @@ class Config(BaseModel):
     step: List[int] = Field(default_factory=list)
     scope: List[str] = Field(default_factory=list)
     list: List[str] = Field(default_factory=list)
-    data_mode: List[DataMode] = Field(default_factory=lambda: ["all"])  # type: ignore[valid-type]
+    data_mode: List[DataMode] = ["all"]
     summary_mode: SummaryMode = "statistics"
-    tensor_list: List[str] = Field(default_factory=lambda: [])  # type: ignore[valid-type]
+    tensor_list: List[str] = []
     token_range: Optional[Tuple[int, int]] = None
     risk_level: RiskLevel = "FOCUS"
     extra_info: bool = True

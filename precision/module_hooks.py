@@ -75,7 +75,7 @@ class ModuleHooks:
 
     def _stack(self) -> list[tuple[nn.Module, str]]:
         try:
-            return self._local.stack  # type: ignore[no-any-return]
+            return self._local.stack
         except AttributeError:
             self._local.stack = []
             return self._local.stack

@@ -1,8 +1,8 @@
 """Names of records, as msprobe spells them, and which APIs are worth recording.
 
-    Functional.linear.0.forward                API: family, name, call number, direction
-    Module.layers.0.mlp.MLP.forward.0          module: dotted name, class, direction, call number
-    Module.layers.0.mlp.MLP.parameters_grad.0  gradients of a module's own parameters
+Functional.linear.0.forward                API: family, name, call number, direction
+Module.layers.0.mlp.MLP.forward.0          module: dotted name, class, direction, call number
+Module.layers.0.mlp.MLP.parameters_grad.0  gradients of a module's own parameters
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ OPERATORS.update({name: f"__{name}__" for name in ("gt", "lt", "ge", "le", "eq",
 _REFLECTED = re.compile(r"^__r(add|sub|mul|truediv|matmul|pow)__$")
 
 # Results with the same values as an argument, or with none of interest: left out unless risk_level is ALL.
-SHAPE_OPERATIONS = frozenset(
-    """__getitem__ view view_as reshape reshape_as transpose swapaxes swapdims t T mT permute movedim moveaxis expand
-    expand_as unsqueeze unsqueeze_ squeeze squeeze_ flatten unflatten ravel contiguous clone detach detach_ to float
-    half bfloat16 double int long short bool type type_as cpu cuda npu chunk split split_with_sizes tensor_split
-    unbind narrow select diagonal unfold as_strided numpy tolist item requires_grad_ requires_grad size stride dim
-    numel is_contiguous data_ptr zeros ones empty full arange eye rand randn tensor as_tensor from_numpy zeros_like
-    ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor empty_strided copy_ zero_ fill_
-    repeat_interleave share_memory_ pin_memory lift_fresh set_ resize_ real imag alias broadcast_to broadcast_tensors
-    meshgrid isfinite isnan isinf is_nonzero __len__ __bool__ __repr__ __format__ __iter__ __reversed__ backward
-    __reduce_ex__ __deepcopy__ storage untyped_storage element_size register_hook retain_grad record_stream
-    set_grad_enabled""".split()
-)
-CORE_OPERATIONS = frozenset(
-    """linear matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addmv mv einsum conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d scaled_dot_product_attention softmax log_softmax layer_norm rms_norm group_norm
-    batch_norm embedding cross_entropy packed_linear""".split()
-)
+_SHAPE_OPERATIONS = """
+    __getitem__ __setitem__ getitem setitem view view_as reshape reshape_as transpose swapaxes swapdims t T mT
+    permute movedim moveaxis expand expand_as unsqueeze unsqueeze_ squeeze squeeze_ flatten unflatten ravel
+    contiguous clone detach detach_ to float half bfloat16 double int long short bool type type_as cpu cuda npu
+    chunk split split_with_sizes tensor_split unbind narrow select diagonal unfold as_strided numpy tolist item
+    requires_grad_ requires_grad size stride dim numel is_contiguous data_ptr zeros ones empty full arange eye rand
+    randn tensor as_tensor from_numpy zeros_like ones_like empty_like full_like new_zeros new_ones new_empty
+    new_full new_tensor empty_strided copy_ zero_ fill_ repeat_interleave share_memory_ pin_memory lift_fresh set_
+    resize_ real imag alias broadcast_to broadcast_tensors meshgrid isfinite isnan isinf is_nonzero __len__ __bool__
+    __repr__ __format__ __iter__ __reversed__ backward __reduce_ex__ __deepcopy__ storage untyped_storage
+    element_size register_hook retain_grad record_stream set_grad_enabled
+"""
+_CORE_OPERATIONS = """
+    linear matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addmv mv einsum conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d scaled_dot_product_attention softmax log_softmax layer_norm rms_norm
+    group_norm batch_norm embedding cross_entropy packed_linear
+"""
+SHAPE_OPERATIONS = frozenset(_SHAPE_OPERATIONS.split())
+CORE_OPERATIONS = frozenset(_CORE_OPERATIONS.split())
 
 
 class Api(NamedTuple):

@@ -26,6 +26,7 @@ class Row:
 
     Attributes:
         target, golden: names in their dumps, "" for a tensor without counterpart.
+        address, call: where in the model it is (see dump_reader.Address), and in which call of that module.
         errors: of the whole tensors, None where only statistics were dumped.
         error: relative error that the verdict went by; NaN where there is none.
         message: how the pair was made, or why there is no figure.
@@ -35,6 +36,7 @@ class Row:
     target: str
     golden: str
     address: str
+    call: int
     place: str
     dtype: str
     shape: list[int]
@@ -151,7 +153,9 @@ def _compare_dumps(
             _forget_modules(target)
     for dump in (golden, *targets):
         if dump.unknown:
-            result.notes.append(f"{len(dump.unknown)} records of {dump.path} have unknown names: {dump.unknown[0]}, ...")
+            result.notes.append(
+                f"{len(dump.unknown)} records of {dump.path} have unknown names: {dump.unknown[0]}, ..."
+            )
     partners = [_index(target) for target in targets]
     found: dict[Key, list[tuple[TensorEntry, Rule | None]]] = {}
     for key, entry in _index(golden).items():
@@ -212,7 +216,16 @@ def _compare_entries(
     target = parts[0]
     allowed = tolerance if tolerance is not None else verdict.tolerance(target.dtype, golden.dtype)
     row = Row(
-        step, target.name, golden.name, str(target.address), target.place, target.dtype, target.shape, "", allowed=allowed
+        step,
+        target.name,
+        golden.name,
+        str(target.address),
+        target.address.call,
+        target.place,
+        target.dtype,
+        target.shape,
+        "",
+        allowed=allowed,
     )
     row.statistics = {key: (target.meta.get(key), golden.meta.get(key)) for key in ("Max", "Min", "Mean", "Norm")}
     if all(part.file is not None for part in parts) and golden.file is not None:
@@ -256,6 +269,7 @@ def _lonely(step: str, target: str, golden: str, entry: TensorEntry) -> Row:
         target,
         golden,
         str(entry.address),
+        entry.address.call,
         entry.place,
         entry.dtype,
         entry.shape,

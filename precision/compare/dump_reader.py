@@ -25,19 +25,19 @@ class Address(NamedTuple):
         path: dotted name of the module, or of the module that an API runs in ("" where that is unknown).
         call: the module's call number in its step.
         api: canonical API name, or "" for the module itself.
-        index: place among the equal APIs of this module call.
+        number: place among the equal APIs of this module call.
         direction: forward, backward or parameters_grad.
     """
 
     path: str
     call: int
     api: str
-    index: int
+    number: int
     direction: str
 
     def __str__(self) -> str:
-        number = f"#{self.index}" if self.index else ""
-        return f"{self.path}/{self.api}{number}" if self.api else self.path
+        suffix = f"#{self.number}" if self.number else ""
+        return f"{self.path}/{self.api}{suffix}" if self.api else self.path
 
 
 @dataclass

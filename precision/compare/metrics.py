@@ -87,8 +87,16 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)
-    return [piece.to(torch.float32).to(torch.float64) if piece.element_size() == 1 and piece.is_floating_point()
-            else piece.to(torch.float64) for piece in flat.split(CHUNK)] if flat.numel() else []
+    return (
+        [
+            piece.to(torch.float32).to(torch.float64)
+            if piece.element_size() == 1 and piece.is_floating_point()
+            else piece.to(torch.float64)
+            for piece in flat.split(CHUNK)
+        ]
+        if flat.numel()
+        else []
+    )
 
 
 def _kinds(values: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ def combine(parts: Sequence[Tensor], shape: Sequence[int], sections: Sequence[in
     for dimension in range(first.dim()):
         rest = [size for index, size in enumerate(first.shape) if index != dimension]
         golden_rest = [size for index, size in enumerate(shape) if index != dimension]
-        if first.dim() == len(shape) and rest == golden_rest:
-            if sum(part.shape[dimension] for part in parts) == shape[dimension]:
-                return _join(parts, dimension, sections), f"joined along dimension {dimension}"
+        total = sum(part.shape[dimension] for part in parts)
+        if first.dim() == len(shape) and rest == golden_rest and total == shape[dimension]:
+            return _join(parts, dimension, sections), f"joined along dimension {dimension}"
     return first, ""
 
 

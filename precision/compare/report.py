@@ -76,13 +76,19 @@ def summary_lines(comparison: Comparison) -> list[str]:
     kinds = (verdict.SAME, verdict.CLOSE, verdict.DIFFERENT, verdict.UNMATCHED, verdict.UNKNOWN)
     lines = [", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "no tensors"]
     if not comparison.matched:
-        lines.append("nothing could be compared: no tensor has a counterpart; a mapping file can say which names belong together")
+        lines.append(
+            "nothing could be compared: no tensor has a counterpart; a mapping file can say which names belong together"
+        )
     first = comparison.first_divergence()
     if first is not None:
         where = first.address or first.target
-        lines.append(f"first divergence: {where}, {first.target} (relative error {first.error:.3g}, allowed {first.allowed:.3g})")
+        lines.append(
+            f"first divergence: {where}, {first.target} (relative error {first.error:.3g}, allowed {first.allowed:.3g})"
+        )
     elif comparison.matched:
-        worst = max((row for row in comparison.rows if math.isfinite(row.error)), key=lambda row: row.error, default=None)
+        worst = max(
+            (row for row in comparison.rows if math.isfinite(row.error)), key=lambda row: row.error, default=None
+        )
         if worst is not None:
             lines.append(f"largest relative error {worst.error:.3g} (allowed {worst.allowed:.3g}) at {worst.target}")
     return lines + comparison.notes
@@ -124,7 +130,8 @@ def error_plot(comparison: Comparison) -> str:
     for kind, colour in colours.items():
         points = [(n, min(max(row.error, floor), ceiling)) for n, row in enumerate(rows) if row.verdict == kind]
         if points:
-            axes.scatter(*zip(*points), s=6, color=colour, label=kind)
+            places, errors = zip(*points)
+            axes.scatter(places, errors, s=6, color=colour, label=kind)
     axes.set_yscale("log")
     axes.set_xlabel("results in the order of execution")
     axes.set_ylabel("relative L2 error")

@@ -9,8 +9,8 @@ from precision.compare.metrics import TensorErrors
 
 SAME, CLOSE, DIFFERENT, UNMATCHED, UNKNOWN = "same", "close", "different", "unmatched", "unknown"
 
-# Largest relative L2 error that rounding explains, by the coarser of the two dtypes. A whole network in bfloat16 (8 bits)
-# drifts by about 1 % between two right implementations, one in float32 by about 1e-6.
+# Largest relative L2 error that rounding explains, by the coarser of the two dtypes. A whole network in bfloat16 (8
+# bits) drifts by about 1 % between two right implementations, one in float32 by about 1e-6.
 TOLERANCES = {
     "float64": 1e-10,
     "float32": 1e-4,

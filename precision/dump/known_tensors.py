@@ -105,7 +105,7 @@ def dense(tensor: Tensor) -> Tensor:
         return tensor.dequantize() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
     if tensor.layout == torch.sparse_coo:
         return tensor.coalesce().values()
-    if tensor.layout == torch._mkldnn:
+    if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
         return tensor.to_dense()
     return tensor.values()
 

@@ -25,10 +25,6 @@ from precision.module_hooks import RunningModules
 from precision.names import Api
 
 
-# inside, torch's function mode sees nothing
-DisableTorchFunction = torch._C.DisableTorchFunction
-
-
 class Recorder:
     """Observes APIs and modules (see interception and module_hooks) and keeps what the config asks for.
 
@@ -76,7 +72,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        with self._lock, DisableTorchFunction():
+        with self._lock, torch._C.DisableTorchFunction():
             self._statistics.flush()
             self._files.finish()
             self._fill_figures()
@@ -147,7 +143,7 @@ class Recorder:
         if not self._selection.record(record, enclosing):
             self.summary.skip("outside list or scope", key)
             return record
-        with self._lock, DisableTorchFunction():
+        with self._lock, torch._C.DisableTorchFunction():
             entry = self._inputs(record, args, kwargs)
             inputs = list(tensors_in((args, kwargs)))
             self._open[record] = (entry, self._edges(inputs), enclosing[-1] if enclosing else None)
@@ -160,7 +156,7 @@ class Recorder:
         if opened is None or not self.active:
             return
         entry, before, parent = opened
-        with self._lock, DisableTorchFunction():
+        with self._lock, torch._C.DisableTorchFunction():
             own = dict(module.named_parameters(recurse=False))
             if own and self._selection.forward and self._selection.inputs:
                 entry["parameters"] = {
@@ -248,7 +244,7 @@ class Recorder:
             wanted = self._selection.inputs if side == "input" else self._selection.outputs
             if not self.active or not wanted:
                 return
-            with self._lock, DisableTorchFunction():
+            with self._lock, torch._C.DisableTorchFunction():
                 sides[side][place] = self._tensor(gradient, record, f"{side}.{place}")
                 if record not in self._data:
                     self._keep(record, sides, None if parent is None else parent.replace(".forward", ".backward"))
@@ -274,7 +270,7 @@ class Recorder:
         def hook(parameter: Tensor) -> None:
             if not self.active or parameter.grad is None:
                 return
-            with self._lock, DisableTorchFunction():
+            with self._lock, torch._C.DisableTorchFunction():
                 entry = self._data.get(record, {})
                 entry[name] = [self._tensor(parameter.grad, record, name)]
                 if record not in self._data:

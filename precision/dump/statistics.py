@@ -65,7 +65,7 @@ class StatisticsBatch:
 
     def flush(self) -> None:
         """Read everything back, one transfer per device, and fill in the figures."""
-        for device, pending in self._pending.items():
+        for pending in self._pending.values():
             groups: dict[torch.dtype, list[Tensor]] = {}
             for _, _, _, figures in pending:
                 groups.setdefault(figures[0].dtype, []).extend(figures)

@@ -141,7 +141,9 @@ class TensorFiles:
 def raise_failure(files: TensorFiles) -> None:
     """Raise PrecisionError when a file could not be written."""
     if files.failure is not None:
-        raise PrecisionError(f"{files.failure}; make room, or set on_write_error to 'continue' to go on without tensors")
+        raise PrecisionError(
+            f"{files.failure}; make room, or set on_write_error to 'continue' to go on without tensors"
+        )
 
 
 def _compact(host: Tensor) -> Tensor:
@@ -153,4 +155,3 @@ def _compact(host: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
-

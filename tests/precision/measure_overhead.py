@@ -100,12 +100,14 @@ def main(model_path: str, tokens: int, rounds: int, peer: bool, threads: int, te
         for _ in range(rounds):
             plain.append(timed(run))
             for tool in tools:
-                ratios[tool].append(timed(lambda tool=tool: step(debuggers[tool], model, run)))
+                ratios[tool].append(timed(lambda debugger=debuggers[tool]: step(debugger, model, run)))
             stopped.append(timed(run))
         base = statistics.median(plain + stopped)
         for tool, times in ratios.items():
             values = sorted(value / base for value in times)
-            print(f"{name:16} {tool}: {statistics.median(values):.2f} ({values[0]:.2f} .. {values[-1]:.2f})", flush=True)
+            print(
+                f"{name:16} {tool}: {statistics.median(values):.2f} ({values[0]:.2f} .. {values[-1]:.2f})", flush=True
+            )
         values = sorted(value / statistics.median(plain) for value in stopped)
         print(f"{'':16} plain forward {1000 * base:.0f} ms, after stop() {statistics.median(values):.2f}", flush=True)
     if tensor:

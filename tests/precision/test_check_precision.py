@@ -1,0 +1,204 @@
+"""check_precision: a healthy model passes, a planted fault is named by layer and op, misuse is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Callable
+
+import check_precision
+import precision_checks
+import pytest
+import torch
+from click.testing import CliRunner
+from models import padded_batch, tuned_model
+from torch import Tensor
+from torch.nn import Module
+
+from npu_tuned_model import Qwen2ForCausalLM, TuningOptions
+
+SHAPE = "gqa_4_2_head_16"
+LAYER = 1
+
+
+def in_layer(model: Qwen2ForCausalLM, path: str, **ops: Callable[..., Any]) -> None:
+    """Give one module of a layer other operators."""
+    module: Any = model.get_submodule(f"model.layers.{LAYER}.{path}")
+    module.ops = dataclasses.replace(module.ops, **ops)
+
+
+def in_attention(model: Qwen2ForCausalLM, **changes: Any) -> None:
+    """Change the attention calls of one layer; the steps take their operator from the model's table."""
+
+    def wrapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        calls = iter(range(10**9))
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            if next(calls) % len(model.model.layers) == LAYER:
+                kwargs.update({name: change(args, kwargs) for name, change in changes.items() if name in kwargs})
+            return function(*args, **kwargs)
+
+        return call
+
+    table = model.model.ops
+    model.model.ops = dataclasses.replace(
+        table,
+        prompt_flash_attention=wrapped(table.prompt_flash_attention),
+        incre_flash_attention=wrapped(table.incre_flash_attention),
+    )
+
+
+def wrong_rotary_sign(model: Qwen2ForCausalLM) -> None:
+    rotate = model.model.ops.apply_rotary_pos_emb
+    in_layer(model, "self_attn", apply_rotary_pos_emb=lambda q, k, cos, sin: rotate(q, k, cos, -sin))
+
+
+def norm_in_bfloat16(model: Qwen2ForCausalLM) -> None:
+    norm = model.model.ops.add_rms_norm
+
+    def rounded(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        low = (value.bfloat16() for value in (hidden, residual, weight))
+        y, rstd, _ = norm(*low, eps)
+        return y.to(hidden.dtype), rstd, hidden + residual
+
+    in_layer(model, "post_attention_layernorm", add_rms_norm=rounded)
+
+
+def mask_off_by_one(model: Qwen2ForCausalLM) -> None:
+    def later(args: Any, kwargs: Any) -> Tensor:
+        size = args[0].shape[1]
+        return torch.ones(size, size, dtype=torch.bool).triu(2)[None, None]
+
+    in_attention(model, atten_mask=later, sparse_mode=lambda args, kwargs: 0)
+
+
+def decode_misses_the_last_token(model: Qwen2ForCausalLM) -> None:
+    in_attention(model, actual_seq_lengths=lambda args, kwargs: kwargs["actual_seq_lengths"] - 1)
+
+
+def scale_of_one(model: Qwen2ForCausalLM) -> None:
+    in_attention(model, scale_value=lambda args, kwargs: 1.0)
+
+
+FAULTS = [
+    (wrong_rotary_sign, "layer 1, npu_apply_rotary_pos_emb in self_attn, prefill"),
+    (norm_in_bfloat16, "layer 1, npu_add_rms_norm in post_attention_layernorm, prefill"),
+    (mask_off_by_one, "layer 1, npu_prompt_flash_attention in self_attn, prefill"),
+    (scale_of_one, "layer 1, npu_prompt_flash_attention in self_attn, prefill"),
+    (decode_misses_the_last_token, "layer 1, npu_incre_flash_attention in self_attn, decode step 1"),
+]
+
+
+def check(stock: Module, model: Qwen2ForCausalLM, folder: Path) -> Any:
+    ids, _ = padded_batch([9, 9])
+    return precision_checks.stock_against_tuned(stock, model, ids, folder)
+
+
+def test_a_healthy_model_is_the_same(checkpoints: Any, tmp_path: Path) -> None:
+    stock, folder = checkpoints[SHAPE]
+    outcome = check(stock, tuned_model(folder), tmp_path)
+    assert outcome.passed
+    assert outcome.culprit is None
+    compared = {row.address for row in outcome.comparison.rows}
+    # every op of every layer has a counterpart in stock, in prefill and in decode
+    for layer in range(2):
+        for op in (
+            "self_attn.qkv",
+            "self_attn/npu_apply_rotary_pos_emb",
+            "self_attn/npu_prompt_flash_attention",
+            "self_attn/npu_incre_flash_attention",
+            "post_attention_layernorm/npu_add_rms_norm",
+            "mlp/npu_swiglu",
+        ):
+            assert f"model.layers.{layer}.{op}" in compared
+
+
+@pytest.mark.parametrize(("plant", "culprit"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
+def test_a_planted_fault_is_named(plant: Any, culprit: str, checkpoints: Any, tmp_path: Path) -> None:
+    stock, folder = checkpoints[SHAPE]
+    model = tuned_model(folder)
+    plant(model)
+    outcome = check(stock, model, tmp_path)
+    assert not outcome.passed
+    assert outcome.culprit == culprit
+
+
+def test_graph_nodes_match_eager_calls_and_a_graph_only_fault_is_found(checkpoints: Any, tmp_path: Path) -> None:
+    _, folder = checkpoints[SHAPE]
+    ids, _ = padded_batch([9, 9])
+    model = tuned_model(folder)
+    healthy = precision_checks.eager_against_graph(model, ids, ids[:, :2], tmp_path / "healthy")
+    assert healthy.passed
+    addresses = {row.address for row in healthy.comparison.rows if row.golden and row.target}
+    assert "model.layers.1.mlp.down_proj/packed_linear" in addresses
+    in_layer(model, "mlp", gate_up_swiglu=_swapped_when_compiled(model.model.ops.gate_up_swiglu))
+    faulty = precision_checks.eager_against_graph(model, ids, ids[:, :2], tmp_path / "faulty")
+    assert not faulty.passed
+    assert faulty.culprit is not None
+    assert faulty.culprit.startswith("layer 1, ")
+    assert "mlp" in faulty.culprit
+
+
+def _swapped_when_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(gate_up: Module, hidden: Tensor) -> Tensor:
+        result = function(gate_up, hidden)
+        return result * 1.01 if torch.compiler.is_compiling() else result
+
+    return call
+
+
+def test_unfused_options_pass_as_well(checkpoints: Any, tmp_path: Path) -> None:
+    stock, folder = checkpoints[SHAPE]
+    assert check(stock, tuned_model(folder, TuningOptions.none()), tmp_path).passed
+
+
+def test_text_differences_give_token_and_margin(checkpoints: Any, tmp_path: Path) -> None:
+    stock, folder = checkpoints[SHAPE]
+    model = tuned_model(folder)
+    ids, mask = padded_batch([5, 9])
+    assert precision_checks.text_differences(stock, model, ids, mask, 6) == ([], 12)
+    scale_of_one(model)
+    differences, _ = precision_checks.text_differences(stock, model, ids, mask, 6)
+    assert differences
+    assert all(entry.margin > 0 and entry.logit_error > 1e-3 for entry in differences)
+
+
+def test_the_command_writes_one_page_and_its_status_says_the_verdict(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = checkpoints[SHAPE]
+    output = tmp_path / "report"
+    arguments = ["--model_path", str(folder), "--output", str(output), "--no-graph", "--new_tokens=2"]
+    result = CliRunner().invoke(check_precision.main, arguments)
+    assert result.exit_code == 0, result.output
+    page = (output / "check_precision.html").read_text(encoding="utf-8")
+    assert "yes, but for rounding" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "https://matplotlib.org", ""
+    ).replace("http://creativecommons.org", "")
+    again = CliRunner().invoke(check_precision.main, arguments)
+    assert again.exit_code == 2 or again.exit_code == 1
+    assert "--force" in again.output
+    real = check_precision.load_stock
+
+    def broken(*args: Any) -> Any:
+        model = real(*args)
+        model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+        return model
+
+    monkeypatch.setattr(check_precision, "load_stock", broken)
+    failed = CliRunner().invoke(check_precision.main, [*arguments, "--force"])
+    assert failed.exit_code == 1
+    assert "layer 0, npu_swiglu in mlp, prefill" in failed.output
+
+
+@pytest.mark.parametrize("content", ["[]", '["", "a"]', "{}", "no json"])
+def test_wrong_prompts_are_one_line(content: str, checkpoints: Any, tmp_path: Path) -> None:
+    _, folder = checkpoints[SHAPE]
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(content)
+    arguments = ["--model_path", str(folder), "--output", str(tmp_path / "o"), "--prompts", str(prompts)]
+    result = CliRunner().invoke(check_precision.main, arguments)
+    assert result.exit_code != 0
+    assert "Error: the prompts" in result.output
+    assert "Traceback" not in result.output
