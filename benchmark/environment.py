@@ -12,6 +12,9 @@ import torch
 import transformers
 
 from npu_tuned_model import __version__
+from npu_tuned_model.simulate.environment import in_npu_environment
+
+SIMULATED = "the NPU is simulated: its operators were computed by this machine's CPU, and no time here is a measurement"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -29,13 +32,26 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "versions": versions,
         "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
-        "device": device.type if device.type == "cpu" else getattr(torch, device.type).get_device_name(device),
+        "device": _device_name(device),
+        "simulated": is_simulated(device),
         "cpu": cpu_name(),
         "cpu_cores": psutil.cpu_count(logical=True),
         "torch_threads": torch.get_num_threads(),
         "host_memory_bytes": psutil.virtual_memory().total,
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
     }
+
+
+def is_simulated(device: torch.device) -> bool:
+    """Whether it is the NPU of ``python -m npu_tuned_model.simulate``."""
+    return device.type == "npu" and in_npu_environment()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    name = str(getattr(torch, device.type).get_device_name(device))
+    return f"simulated {name} (computed by the CPU)" if is_simulated(device) else name
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

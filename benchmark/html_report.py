@@ -31,6 +31,7 @@ def render_html(report: dict[str, Any]) -> str:
             (label, [text.spread(variant["summary"].get(key), form) for variant in report["variants"].values()])
             for key, label, form in text.ROWS
         ],
+        figures_title=text.figures_title(report["environment"]),
         graphs=line,
         promise_kept=promise_kept,
         comparison=text.comparison_lines(report["comparison"]) if report["comparison"] else [],

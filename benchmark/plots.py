@@ -30,7 +30,7 @@ def all_plots(report: dict[str, Any]) -> list[tuple[str, str]]:
     plots = [("Prefill and decode: median over rounds, line from minimum to maximum", _steps(variants))]
     if any(len(figures["rounds"][0]["step_ms"]) > 2 for figures in variants.values()):
         plots.append(("Every decode step: median over rounds, band from minimum to maximum", _per_token(variants)))
-    if report["comparison"]:
+    if report["comparison"] and any(report["comparison"][step] for step in ("prefill", "decode")):
         plots.append(("Times as fast as the better stock variant, round by round", _ratios(report["comparison"])))
     if report["ablation"]:
         plots.append(("Ablation: each bar adds an optimisation to the one above", _ablation(report["ablation"])))

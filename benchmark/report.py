@@ -55,6 +55,8 @@ def graph_line(execution: dict[str, Any]) -> tuple[str, bool]:
         f"{step}: {count} graph{'s' if count != 1 else ''}, {execution['first_call_s'].get(step, 0.0):.1f} s"
         for step, count in execution["graphs"].items()
     )
+    if execution["cpu_decode"]:
+        compiled += ", decode: one C++ call per token, no graph"
     late = execution["graphs_after_warm_up"]
     if late:
         return f"{execution['mode']}: {compiled}; {late} compiled AFTER warm-up, so the times include compiling", False
@@ -123,7 +125,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """Print all of it."""
     console.print(_pairs("Conditions", conditions(report)))
     console.print(_in_force(report["in_force"]))
-    console.print(_figures(report["variants"]))
+    console.print(_figures(report))
     console.print(_pairs("Measured limits and memory", limits(report)))
     line, kept = graph_line(report["execution"])
     console.print(f"Graphs: {line}", style="" if kept else "bold red", markup=False, highlight=False)
@@ -179,8 +181,15 @@ def _in_force(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _figures(variants: dict[str, Any]) -> Table:
-    table = _table("Median over rounds (range)", "", *variants)
+def figures_title(environment: dict[str, Any]) -> str:
+    """What the table of figures is, and what it isn't."""
+    title = "Median over rounds (range)"
+    return f"{title}; simulated, no performance figures" if environment["simulated"] else title
+
+
+def _figures(report: dict[str, Any]) -> Table:
+    variants = report["variants"]
+    table = _table(figures_title(report["environment"]), "", *variants)
     for key, label, form in ROWS:
         values = [spread(variant["summary"].get(key), form) for variant in variants.values()]
         table.add_row(label, *values)

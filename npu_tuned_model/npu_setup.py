@@ -54,6 +54,10 @@ class NpuSetup:
     core_binding: bool = True
     frozen_gc: bool = True
 
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(option.name for option in dataclasses.fields(cls))
+
 
 @dataclass
 class PreparedSetup:
@@ -71,8 +75,8 @@ class PreparedSetup:
     def in_force(self) -> list[InForce]:
         """Rows for the table "what is in force", one per option."""
         rows = []
-        for option in dataclasses.fields(self.setup):
-            name, asked = option.name, getattr(self.setup, option.name)
+        for name in self.setup.names():
+            asked = getattr(self.setup, name)
             why = self.done.get(name) or self.not_done.get(name) or "switched off"
             rows.append(InForce(name, asked, asked and name in self.done, why))
         return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from npu_tuned_model.npu_setup import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NAMES = [option.name for option in dataclasses.fields(NpuSetup)]
+NAMES = list(NpuSetup.names())
 
 
 def test_every_option_has_its_reason() -> None:

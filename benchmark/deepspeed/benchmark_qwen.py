@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
 
 from benchmark.command import OneLineErrors, user_errors
+from benchmark.setup_options import setup_options
+
+if TYPE_CHECKING:
+    from npu_tuned_model.npu_setup import NpuSetup
 
 
 def _positive() -> click.IntRange:
@@ -30,6 +34,7 @@ def _positive() -> click.IntRange:
 )
 @click.option("--rounds", type=_positive(), default=3, show_default=True)
 @click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result.")
+@setup_options
 @click.option(
     "--single_report",
     type=click.Path(path_type=Path),
@@ -52,6 +57,7 @@ def main(
     timeout_s: int,
     single_report: Path | None,
     local_rank: int | None,
+    setup: NpuSetup,
     **options: Any,
 ) -> None:
     """Time prefill and decode of the tuned Qwen2 divided over several cards (tensor parallelism).
@@ -70,11 +76,11 @@ def main(
 
     with user_errors():
         single = None if single_report is None else read_single(single_report)
-        ranks, device_name = join(device, timeout_s)
+        ranks, device_name, process = join(device, setup, timeout_s)
         first = ranks.shard.rank == 0
         console = Console(quiet=not first)
-        settings = runner.Settings(device=device_name, compare=False, ablation=False, **options)
-        prepared = runner.prepare(settings, console, dataclasses.replace(ranks, single=single))
+        settings = runner.Settings(device=device_name, compare=False, ablation=False, setup=setup, **options)
+        prepared = runner.prepare(settings, console, dataclasses.replace(ranks, single=single), process)
         output = OutputFolder(output_dir, force=force) if first else None
         try:
             report = runner.run(prepared, console)

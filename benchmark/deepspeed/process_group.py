@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmark.ranks import Ranks
 from npu_tuned_model.device import resolve_device
 from npu_tuned_model.errors import UserError
+from npu_tuned_model.npu_setup import NpuSetup, PreparedSetup, set_up
 from npu_tuned_model.tensor_parallel import TensorParallel, sum_over_ranks
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -45,15 +46,16 @@ def share_cores(ranks_here: int) -> None:
         torch.set_num_threads(max(cores // ranks_here, 1))
 
 
-def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
-    """Join the other ranks.
+def join(device: str, setup: NpuSetup, timeout_s: float) -> tuple[Ranks, str, PreparedSetup]:
+    """Set this process up and join the other ranks.
 
     Args:
         device: "auto", "cpu", "cuda" or "npu".
+        setup: cores and HCCL's variables are settled before the ranks meet.
         timeout_s: after which a sum over the ranks that one of them doesn't answer ends this process with an error.
 
     Returns:
-        the place among the ranks, and the name of this rank's device.
+        the place among the ranks, the name of this rank's device, and what of `setup` is done.
 
     Raises:
         UserError: no launcher, no such device, or DeepSpeed is not installed.
@@ -67,6 +69,8 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         torch.cuda.set_device(local_rank)
     else:
         share_cores(ranks_here)
+    ranks = int(os.environ["WORLD_SIZE"])
+    process = set_up(setup, torch.device(name), local_rank=local_rank, local_ranks=ranks_here, ranks=ranks)
     os.environ.setdefault("DS_ACCELERATOR", kind)
     try:
         import deepspeed
@@ -74,11 +78,11 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         raise UserError(f"DeepSpeed can't be imported ({error}): pip install 'npu-tuned-qwen2[deepspeed]'") from error
     deepspeed.init_distributed(dist_backend=_BACKENDS[kind], timeout=datetime.timedelta(seconds=timeout_s))
     if torch.distributed.get_world_size() == 1:
-        return Ranks(), name
+        return Ranks(), name, process
     all_reduce, how = sum_over_ranks, _BACKENDS[kind]
     if kind == "cpu" and _has_shared_memory_sum(deepspeed, ranks_here):
         all_reduce, how = _shared_memory_sum, "DeepSpeed's sum in shared memory"
-    return Ranks(TensorParallel.of_process_group(all_reduce), how), name
+    return Ranks(TensorParallel.of_process_group(all_reduce), how), name, process
 
 
 def _prepare_npu(local_rank: int) -> None:

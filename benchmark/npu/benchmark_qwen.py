@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import click
 
 from benchmark.command import OneLineErrors, user_errors
+from benchmark.setup_options import setup_options
 
 
 def _positive() -> click.IntRange:
@@ -36,6 +37,7 @@ def _positive() -> click.IntRange:
 )
 @click.option("--rounds", type=_positive(), default=3, show_default=True)
 @click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result.")
+@setup_options
 @click.option(
     "--output_dir",
     type=click.Path(path_type=Path),
