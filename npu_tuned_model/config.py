@@ -72,8 +72,11 @@ def read_config(folder: Path) -> Qwen2Config:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: give the folder of a Hugging Face checkpoint")
-    raw = read_json(path)
+    return config_from(path, read_json(path))
 
+
+def config_from(path: Path, raw: dict[str, Any]) -> Qwen2Config:
+    """As `read_config`, of the contents of a config.json; `path` is named in errors."""
     model_type = raw.get("model_type")
     if model_type != "qwen2":
         reason = "mixture-of-experts is not supported, " if model_type == "qwen2_moe" else ""
