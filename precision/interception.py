@@ -75,21 +75,26 @@ class Registry:
         for attribute, name in named.items():
             if not callable(getattr(owner, attribute, None)):
                 raise PrecisionError(f"{owner!r} has no function {attribute!r} to register as an API")
-            self._entries.append((owner, attribute, names.make_api(family, name)))
+            # asked for by name, so never left out
+            self._entries.append((owner, attribute, Api(f"{family}.{name}", shape_only=False, core=True)))
 
     def show(self) -> int:
         """Make the functions visible; how many there are."""
         for owner, attribute, api in self._entries:
-            original = getattr(owner, attribute)
-            replacement = visible(original, api)
+            own = vars(owner).get(attribute)
+            replacement = visible(getattr(owner, attribute), api)
             object.__setattr__(owner, attribute, replacement)
-            self._originals.append((owner, attribute, original, replacement))
+            self._originals.append((owner, attribute, own, replacement))
         return len(self._originals)
 
     def hide(self) -> None:
         """Put everything back."""
         for owner, attribute, original, replacement in reversed(self._originals):
-            object.__setattr__(owner, attribute, original)
+            if original is None:
+                # it came from the owner's class
+                object.__delattr__(owner, attribute)
+            else:
+                object.__setattr__(owner, attribute, original)
             names.forget(replacement)
         self._originals = []
 

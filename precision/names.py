@@ -77,7 +77,7 @@ def forget(function: Callable[..., Any]) -> None:
 
 
 def make_api(family: str, name: str) -> Api:
-    """An API under a name of one's own."""
+    """An API under a family and a name."""
     core = name in CORE_OPERATIONS or name.startswith("npu_")
     return Api(f"{family}.{name}", name in SHAPE_OPERATIONS, core)
 

@@ -51,5 +51,7 @@ def _words(stack: Stack) -> list[str]:
         name = code.co_filename
         if name in _MACHINERY or name.startswith(_HIDDEN):
             continue
-        lines.append(f"File {name}, line {line}, in {code.co_name}, \n {linecache.getline(name, line).strip()}")
+        text = linecache.getline(name, line).strip()
+        if "handle_torch_function(" not in text:
+            lines.append(f"File {name}, line {line}, in {code.co_name}, \n {text}")
     return lines
