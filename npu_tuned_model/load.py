@@ -145,10 +145,14 @@ def save_pretrained(model: Qwen2ForCausalLM, folder: str | os.PathLike[str], **k
     PreTrainedModel.save_pretrained(model, folder, state_dict=tensors, **kwargs)
 
 
-def pack_weights(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """Re-lay the weights of a model that was built, not loaded; the plain ones are dropped. In place."""
+def pack_weights(model: Qwen2ForCausalLM, device: torch.device | None = None) -> Qwen2ForCausalLM:
+    """Re-lay the weights of a model that was built, not loaded; the plain ones are dropped. In place.
+
+    Args:
+        device: the device whose layout it shall be; by default the one that the model is on.
+    """
     weight = model.model.embed_tokens.weight
-    packer = _LayerPacker(model, weight.device, weight.dtype)
+    packer = _LayerPacker(model, device or weight.device, weight.dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             packer(name, module)

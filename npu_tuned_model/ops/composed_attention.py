@@ -121,7 +121,8 @@ def _batched(
     scores = scores.to(torch.float32)
     biased = scores + hidden.to(torch.float32) * torch.finfo(torch.float32).min
     weights = torch.softmax(biased, dim=-1, dtype=torch.float32).to(query.dtype)
-    blind = hidden.all(-1, keepdim=True)
+    # not hidden.all(): torchair knows no such operator
+    blind = ~(~hidden).any(-1, keepdim=True)
     context = torch.where(blind, torch.zeros((), dtype=query.dtype, device=query.device), torch.matmul(weights, value))
     peak = biased.amax(-1, keepdim=True)
     lse = peak + (biased - peak).exp().sum(-1, keepdim=True).log()

@@ -1,7 +1,7 @@
 """Keep the graphs that torchair builds, without an engine to run them: results are tensors of the right shape, unset.
 
-For tests and for the table of nodes. Like graph_engine.py, this stands in for CANN and replaces what torchair would hand
-its finished graph to; all that comes before is torchair's own work.
+For tests and for the table of nodes. Like graph_engine.py, this stands in for CANN and replaces what torchair would
+hand its finished graph to; all that comes before is torchair's own work.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Node:
         kind: its operator, "MatMul", "Scatter", ...
         inputs: names of the nodes that its inputs come from, in order; "" for one that is left out.
         shape: of its first result, -1 where it is not known before the graph runs.
+        integers: its attributes that are integers, "sparse_mode", "layout", ...
     """
 
     name: str
     kind: str
     inputs: tuple[str, ...]
     shape: tuple[int, ...]
+    integers: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def _nodes(ge_graph: Any) -> Iterator[Node]:
     for op in ge_graph.op:
         inputs = tuple(source.partition(":")[0] for source in op.input)
         shape = tuple(op.output_desc[0].shape.dim) if op.output_desc else ()
-        yield Node(op.name, op.type, inputs, shape)
+        integers = {name: value.i for name, value in op.attr.items() if value.WhichOneof("value") == "i"}
+        yield Node(op.name, op.type, inputs, shape, integers)
 
 
 def _unset(node: Any) -> Any:

@@ -41,6 +41,7 @@ FUNCTIONS_BY_NAME = (
     "aclrtSetDeviceSatMode",
     "aclrtSetOpExecuteTimeOut",
     "aclrtSetStreamFailureMode",
+    "aclrtSetStreamOverflowSwitch",
     "aclrtSetSysParamOpt",
     "aclrtSynchronizeDevice",
     "aclrtSynchronizeDeviceWithTimeout",

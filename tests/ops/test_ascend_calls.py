@@ -224,7 +224,7 @@ def test_prompt_and_incremental_attention_refuse_length_tensors_on_an_npu(vendor
 def test_fused_attention_gives_length_tensors_to_torchairs_op(vendor, monkeypatch):
     torchair = Recorder("torchair")
     torchair.ops = Recorder("torchair.ops")
-    monkeypatch.setitem(sys.modules, "torchair", torchair)
+    monkeypatch.setitem(sys.modules, "torch_npu.dynamo", SimpleNamespace(torchair=torchair))
     lengths = torch.tensor([6, 2])
     ops.npu_fused_infer_attention_score(Q, KV, KV, **HEADS, scale=1.0, actual_seq_lengths_kv=lengths)
     assert vendor.calls == []
