@@ -1,1 +1,0 @@
-"""Benchmark over several cards."""
