@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m npu_tuned_model.simulate", description=WHAT_IT_IS)
     parser.add_argument("--devices", type=int, default=1, help="number of NPUs (default 1)")
     parser.add_argument("--soc", default=DEFAULT_SOC, help=f"chip, as CANN spells it (default {DEFAULT_SOC})")
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="script and its arguments, or -m MODULE ARGS"
-    )
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, metavar="MODULE ARGS", help="run a module, as python -m does")
+    parser.add_argument("script", nargs=rest, metavar="SCRIPT ARGS", help="the script to run, and its arguments")
     options = parser.parse_args(arguments)
     try:
-        command = _command(options.script)
+        command = _command(options.script if options.module is None else ["-m", *options.module])
         environment = npu_environment(soc=options.soc, devices=options.devices)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)

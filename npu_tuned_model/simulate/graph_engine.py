@@ -6,8 +6,11 @@ to the engine is torchair's own work: dynamo's trace, the FX passes, the convert
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
+
+from torch._ops import OpOverload
 
 from npu_tuned_model.simulate.device import inside_ge_graph
 
@@ -44,8 +47,9 @@ def install() -> None:
     def run_captured_graph(graph: Any, *args: Any) -> Any:
         if id(graph) not in shown:
             shown.add(id(graph))
-            calls = (node for node in graph.fx_graph.graph.nodes if node.op == "call_function")
-            _show("captured graph", graph.fx_graph_name, Counter(str(node.target) for node in calls))
+            targets = (node.target for node in graph.fx_graph.graph.nodes)
+            operators = Counter(str(target) for target in targets if isinstance(target, OpOverload))
+            _show("captured graph", graph.fx_graph_name, operators)
         return graph.fx_graph(*args)
 
     # the engine would be started when a graph is built, and asked what its operators look like
@@ -53,6 +57,8 @@ def install() -> None:
     compat_ir.is_cann_compat = lambda *question, **details: ""
     fx2ge_converter.GeConcreteGraph.__call__ = run_ge_graph
     AclConcreteGraph.__call__ = run_captured_graph
+    # torch checks operators that it sees in a graph; the device replays kernels, and that they work in place is known
+    warnings.filterwarnings("ignore", message=r"npu::.*The output of this custom operator", category=UserWarning)
     # without generated code torchair calls the graph object itself
     AclConcreteGraph.codegen = lambda *arguments, **options: None
 

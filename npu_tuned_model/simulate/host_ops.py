@@ -96,6 +96,9 @@ _NAMESAKES = {
     ),
 }
 
+# newer releases of torch_npu hand dtypes on as torch's number for them
+_DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16, 16: torch.quint4x2}
+
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_graph: bool) -> Any:
     """Run an operator of torch_npu on host tensors.
@@ -132,6 +135,9 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     given.update(zip((argument.name for argument in arguments), args))
     given.update(kwargs)
+    for name in ("output_dtype", "dst_type"):
+        if isinstance(given.get(name), int):
+            given[name] = _DTYPES.get(given[name], given[name])
     return given
 
 
