@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
+from models import stock_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config
 from transformers.modeling_utils import no_init_weights
 
 from npu_tuned_model import Qwen2ForCausalLM
+from npu_tuned_model.checkpoint import load_weights
+from npu_tuned_model.config import read_config
+from npu_tuned_model.errors import UserError
 
 
 def config_of(heads: int = 4, kv_heads: int = 2, head_dim: int = 4, layers: int = 2, tied: bool = False) -> Qwen2Config:
@@ -63,3 +68,27 @@ def edit_json(path: Path, **changes: object) -> None:
         else:
             value[key] = new
     path.write_text(json.dumps(value))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **kwargs: object) -> nn.Module:
+    model = empty_model(read_config(folder))
+    load_weights(model, folder, dtype=dtype, device=torch.device("cpu"), **kwargs)
+    return model
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def weights_of(config: Qwen2Config) -> dict[str, Tensor]:
+    """Random weights by name as transformers keeps them; lm_head is listed also when it is tied."""
+    return dict(stock_model(config).state_dict())
+
+
+def one_line(excinfo: pytest.ExceptionInfo[BaseException]) -> str:
+    message = str(excinfo.value)
+    assert isinstance(excinfo.value, UserError)
+    assert "\n" not in message
+    return message

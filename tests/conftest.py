@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import config_of, weights_of, write_checkpoint
 from models import SHAPES, save, stock_model, tiny_config
+from torch import Tensor
 from transformers import Qwen2ForCausalLM as StockQwen2
 
 
@@ -34,3 +36,13 @@ class _Checkpoints(dict):
         model = stock_model(tiny_config(shape))
         self[shape] = (model, save(model, self.factory.mktemp(shape)))
         return self[shape]
+
+
+@pytest.fixture
+def untied(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A good checkpoint in two shards, q and k in the first and v in the second, to be damaged by a test."""
+    config = config_of(layers=1)
+    weights = weights_of(config)
+    second = {name: weights[name] for name in weights if ".v_proj." in name or ".mlp." in name}
+    first = {name: weights[name] for name in weights if name not in second}
+    return write_checkpoint(tmp_path / "model", config, [first, second]), weights
