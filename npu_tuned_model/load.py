@@ -100,7 +100,7 @@ def _take_layout(folder: Path, config: Qwen2Config, size: int) -> bool:
         return False
     if made_for != size:
         raise CheckpointError(
-            f"{folder} was converted for tp_size {made_for} and is loaded on {size} ranks: load the plain checkpoint, "
+            f"{folder} was converted for tp_size {made_for}, this run has tp_size {size}: load the plain checkpoint, "
             f"or convert that: python tools/merge_qkv_weight.py --model_path=PLAIN --output_path=OUT --tp_size={size}"
         )
     delattr(config, LAYOUT_KEY)

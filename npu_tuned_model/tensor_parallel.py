@@ -49,7 +49,9 @@ class TensorParallel:
 
     @classmethod
     def of_process_group(cls, all_reduce: AllReduce = sum_over_ranks) -> TensorParallel:
-        """The place in the default process group.
+        """The place in the default process group. All ranks call it, and draw rank 0's random numbers from then on.
+
+        Sampling needs that: ranks that drew different tokens would go on with different texts.
 
         Raises:
             UserError: when there is no process group.
@@ -59,6 +61,9 @@ class TensorParallel:
                 "tensor parallelism needs a process group: start the script with torchrun or deepspeed and call "
                 "torch.distributed.init_process_group() first"
             )
+        seed = [torch.initial_seed()]
+        dist.broadcast_object_list(seed, src=0)
+        torch.manual_seed(seed[0])
         return cls(dist.get_rank(), dist.get_world_size(), all_reduce)
 
     @property

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import padded_batch, save, stock_logits, stock_model, tiny_config, tuned_model
 from transformers import Qwen2ForCausalLM as StockQwen2
-from two_ranks import LENGTHS, first_logits, greedy, held_elements
+from two_ranks import LENGTHS, first_logits, generate, held_elements
 
 from npu_tuned_model import UserError, load_model
 from npu_tuned_model.checkpoint_convert import Conversion
@@ -96,7 +96,7 @@ def test_two_ranks_generate_the_tokens_of_one_and_of_stock(
     stock, folder = plain[CASES[case][0]]
     one = tuned_model(folder)
     tokens = TOKENS.get(case, FEW_TOKENS)
-    expected = greedy(one, tokens)
+    expected = generate(one, tokens)
     ids, mask = padded_batch(LENGTHS)
     reference = stock.generate(
         ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
@@ -120,6 +120,11 @@ def test_each_rank_holds_its_share_of_the_weights(
     whole = held_elements(tuned_model(plain[model][1]))
     for rank in ranks:
         assert 0.49 * whole < rank[case]["held"] <= 0.55 * whole
+
+
+def test_ranks_sample_the_same_tokens(ranks: list[dict[str, Any]]) -> None:
+    assert torch.equal(ranks[0]["untied"]["sampled"], ranks[1]["untied"]["sampled"])
+    assert not torch.equal(ranks[0]["untied"]["sampled"], ranks[0]["untied"]["tokens"][:, :16])
 
 
 def test_a_rank_does_not_save_its_part_as_a_checkpoint(ranks: list[dict[str, Any]]) -> None:

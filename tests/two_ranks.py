@@ -20,10 +20,10 @@ from npu_tuned_model.tensor_parallel import TensorParallel
 LENGTHS = [9, 4, 1]
 
 
-def greedy(model: Qwen2ForCausalLM, tokens: int) -> Tensor:
+def generate(model: Qwen2ForCausalLM, tokens: int, *, sample: bool = False) -> Tensor:
     ids, mask = padded_batch(LENGTHS)
     return model.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=sample, pad_token_id=0
     )[:, max(LENGTHS) :]
 
 
@@ -47,6 +47,7 @@ def refusal(model: Qwen2ForCausalLM, folder: Path) -> str:
 
 def main(cases: Path, out: Path) -> None:
     dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
     parallel = TensorParallel.of_process_group()
     results = {}
     for name, case in json.loads(cases.read_text()).items():
@@ -55,7 +56,8 @@ def main(cases: Path, out: Path) -> None:
         if case["graph"]:
             model.run_graph()
         results[name] = {
-            "tokens": greedy(model, case["tokens"]),
+            "tokens": generate(model, case["tokens"]),
+            "sampled": generate(model, 16, sample=True),
             "logits": first_logits(model),
             "held": held_elements(model),
             "saving": refusal(model, out / "saved"),
