@@ -10,11 +10,13 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from npu_tuned_model.compile_cache import CachedStep
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.kv_cache import KVCache, Window, round_up
@@ -37,6 +39,7 @@ class GraphOptions:
             only a graph of known shapes is put on the device as a whole.
         torchair_mode: "max-autotune" builds a GE graph; "reduce-overhead" / "npugraph_ex" capture and replay kernels.
         frozen_parameter: torchair may take the weights' addresses as fixed (they are: nothing moves after loading).
+        compile_cache: folder in which torchair keeps compiled graphs for the next process; None compiles every time.
     """
 
     backend: str = "auto"
@@ -44,6 +47,7 @@ class GraphOptions:
     dynamic: bool = False
     torchair_mode: str = "max-autotune"
     frozen_parameter: bool = True
+    compile_cache: Path | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -89,9 +93,12 @@ class CompiledSteps:
         self.backend = _resolve_backend(options.backend, device)
         if options.dynamic and self.backend != "torchair":
             raise UserError(f"dynamic graphs are torchair's; {self.backend} pads prompts to prefill_bucket instead")
+        if options.compile_cache is not None and self.backend != "torchair":
+            raise UserError(f"compile_cache is torchair's; {self.backend} keeps its own in torch's cache folder")
         self.torchair_mode = options.torchair_mode if self.backend == "torchair" else None
         compile_graph = self._backend_function(model)
         model.model.run_layer = _layer_region(model) if self.backend == "inductor" else run_layer
+        self._tiling_sink = model.options.tiling_sink
         self.graphs: Counter[str] = Counter()
         self.seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
         self._seen: set[tuple[Any, ...]] = set()
@@ -124,6 +131,10 @@ class CompiledSteps:
     def _compile(
         self, step: str, function: Callable[..., Tensor], compile_graph: Callable[..., Any]
     ) -> Callable[..., Any]:
+        if self.options.compile_cache is not None:
+            config = _torchair_config(self.options, tiling_sink=self._tiling_sink)
+            return CachedStep(function, config, self.options.compile_cache, lambda: self.graphs.update([step]))
+
         def counting_backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
             self.graphs[step] += 1
             return compile_graph(graph, inputs)
@@ -206,7 +217,7 @@ def has_cpp_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
-def _torchair_backend(options: GraphOptions, *, tiling_sink: bool) -> Callable[..., Any]:
+def _torchair_config(options: GraphOptions, *, tiling_sink: bool) -> Any:
     if importlib.util.find_spec("torch_npu") is None:
         raise UserError("torchair comes with torch_npu, which is not installed; install it, or run eager")
     import torch_npu  # noqa: F401  makes torchair importable
@@ -216,4 +227,11 @@ def _torchair_backend(options: GraphOptions, *, tiling_sink: bool) -> Callable[.
     config.mode = options.torchair_mode
     config.experimental_config.frozen_parameter = options.frozen_parameter
     config.experimental_config.tiling_schedule_optimize = tiling_sink and options.torchair_mode == "max-autotune"
+    return config
+
+
+def _torchair_backend(options: GraphOptions, *, tiling_sink: bool) -> Callable[..., Any]:
+    config = _torchair_config(options, tiling_sink=tiling_sink)
+    import torchair
+
     return torchair.get_npu_backend(compiler_config=config)

@@ -6,9 +6,10 @@ to the engine is torchair's own work: dynamo's trace, the FX passes, the convert
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, Callable
 
 from torch._ops import OpOverload
 
@@ -56,11 +57,30 @@ def install() -> None:
     fx2ge_converter.initialize_graph_engine = lambda *options: None
     compat_ir.is_cann_compat = lambda *question, **details: ""
     fx2ge_converter.GeConcreteGraph.__call__ = run_ge_graph
+    # what torchair's compile cache writes to disk and runs when it is loaded
+    fx2ge_converter.GeConcreteGraph.codegen = _code_of_ge_graph
     AclConcreteGraph.__call__ = run_captured_graph
     # torch checks operators that it sees in a graph; the device replays kernels, and that they work in place is known
     warnings.filterwarnings("ignore", message=r"npu::.*The output of this custom operator", category=UserWarning)
     # without generated code torchair calls the graph object itself
     AclConcreteGraph.codegen = lambda *arguments, **options: None
+
+
+def _code_of_ge_graph(graph: Any, extend_config: Any = None, enable_cache: bool = False) -> str:
+    _show("GE graph", graph.graph.name, node_counts(graph.graph))
+    fx_graph = pickle.dumps(graph.fx_graph)
+    return f"from {__name__} import kernel_of\nkernel = kernel_of({fx_graph!r})\n"
+
+
+def kernel_of(pickled: bytes) -> Callable[..., tuple[Any, ...]]:
+    """The function that a graph of the compile cache is: only code that this file wrote calls it."""
+    fx_graph = pickle.loads(pickled)
+
+    def kernel(*args: Any) -> tuple[Any, ...]:
+        with inside_ge_graph():
+            return tuple(fx_graph(*args))
+
+    return kernel
 
 
 def _show(kind: str, name: str, counts: Counter[str]) -> None:

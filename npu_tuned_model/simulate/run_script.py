@@ -33,7 +33,8 @@ def _print_from_host() -> None:
     original = torch._tensor_str._str
 
     def text(tensor: torch.Tensor, **kwargs: Any) -> str:
-        if tensor.device.type != "npu":
+        has_memory = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if tensor.device.type != "npu" or not has_memory:
             return original(tensor, **kwargs)
         return f"{original(device.host_view(tensor.detach()), **kwargs)[:-1]}, device='{tensor.device}')"
 

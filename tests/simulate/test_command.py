@@ -78,10 +78,9 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], message: str) -> None
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sample") / "tiny"
-    code = (
-        f"from pathlib import Path; from benchmark.sample_checkpoint import build; build(Path({str(folder)!r}), {TINY})"
-    )
-    subprocess.run([sys.executable, "-c", code.replace(", {'", ", overrides={'")], cwd=REPOSITORY, check=True)
+    build = f"build(Path({str(folder)!r}), overrides={TINY})"
+    code = f"from pathlib import Path; from benchmark.sample_checkpoint import build; {build}"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from models import padded_batch, save, stock_model, tiny_config
 
 from npu_tuned_model import GraphOptions, Qwen2ForCausalLM, TuningOptions, UserError, load, load_model
+from npu_tuned_model.compile_cache import fingerprint
 from npu_tuned_model.linear import InputMajorLinear
 from npu_tuned_model.npu_setup import NpuSetup, TiledLinear, prepare_weights, set_up
 
@@ -127,3 +129,45 @@ def test_head_sizes_that_the_rotary_kernel_lacks_are_refused(tmp_path: Path) -> 
     model = load_model(save(stock_model(tiny_config("gqa_4_2_head_16")), tmp_path), device="npu")
     with pytest.raises((UserError, ValueError), match="16"):
         generate(model, "npu")
+
+
+_CACHED = """
+import sys, torch
+from pathlib import Path
+from npu_tuned_model import GraphOptions, load_model
+model = load_model(sys.argv[1], device="npu", dtype="float32")
+model.run_graph(GraphOptions(compile_cache=Path(sys.argv[2])))
+for batch in (2, 1):
+    ids = torch.arange(batch * 12).reshape(batch, 12).npu()
+    print(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8).tolist())
+print(dict(model.steps.graphs))
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+def test_the_next_process_loads_its_graphs(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_CACHED)
+    runs = []
+    for _ in range(2):
+        command = ["npu_tuned_model.simulate.run_script", tmp_path / "script.py", folder, tmp_path / "cache"]
+        result = subprocess.run(
+            [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        runs.append([line for line in result.stdout.splitlines() if not line.startswith("simulated NPU")])
+    compiled, loaded = runs
+    assert compiled[:2] == loaded[:2]
+    assert compiled[2:] == ["{'prefill': 2, 'decode': 2}", "4"]
+    assert loaded[2:] == ["{'prefill': 2, 'decode': 2}", "0"]
+    cpu = load_model(folder, device="cpu", dtype="float32")
+    ids = torch.arange(24).reshape(2, 12)
+    expected = cpu.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8)
+    assert loaded[0] == str(expected.tolist())
+
+
+def test_the_cache_depends_on_releases_chip_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {fingerprint("model"), fingerprint("another model")}
+    monkeypatch.setattr(torch_npu.npu.utils, "get_cann_version", lambda: "9.0.0")
+    names.add(fingerprint("model"))
+    monkeypatch.setattr(torch_npu, "__version__", "2.13.0.post1")
+    names.add(fingerprint("model"))
+    assert len(names) == 4
