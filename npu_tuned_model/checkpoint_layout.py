@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     target_start: int
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """A rank's part of a range of `total` indices."""
 
     total: int
@@ -107,19 +107,19 @@ def shape_of(pieces: list[Piece]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def vocabulary_cut(config: Qwen2Config, shard: Shard) -> _Cut:
+def vocabulary_cut(config: Qwen2Config, shard: Shard) -> Cut:
     """A rank's rows of embedding and output layer. Any vocabulary can be divided: the shares differ by one at most."""
     start, end = (config.vocab_size * rank // shard.size for rank in (shard.rank, shard.rank + 1))
-    return _Cut(config.vocab_size, start, end - start)
+    return Cut(config.vocab_size, start, end - start)
 
 
-def _fused_cuts(fused: str, config: Qwen2Config, shard: Shard) -> list[_Cut]:
+def _fused_cuts(fused: str, config: Qwen2Config, shard: Shard) -> list[Cut]:
     if fused == "mlp.gate_up_proj":
         return [_equal_cut(config.intermediate_size, shard)] * 2
     head_dim = config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     # With fewer heads than ranks, rank * kv_heads // size is the head of this rank's query heads.
-    key_value = _Cut(
+    key_value = Cut(
         kv_heads * head_dim,
         shard.rank * kv_heads // shard.size * head_dim,
         max(kv_heads // shard.size, 1) * head_dim,
@@ -127,9 +127,9 @@ def _fused_cuts(fused: str, config: Qwen2Config, shard: Shard) -> list[_Cut]:
     return [_equal_cut(config.hidden_size, shard), key_value, key_value]
 
 
-def _equal_cut(total: int, shard: Shard) -> _Cut:
+def _equal_cut(total: int, shard: Shard) -> Cut:
     length = total // shard.size
-    return _Cut(total, shard.rank * length, length)
+    return Cut(total, shard.rank * length, length)
 
 
 def fused_suffix(module_name: str) -> str | None:

@@ -258,11 +258,11 @@ class GenerationSteps:
 
     def is_packed(self) -> bool:
         """Whether the linear layers hold re-laid weights."""
-        return not isinstance(self.model.layers[0].mlp.down_proj, torch.nn.Linear)
+        return not isinstance(self.model.layers[0].mlp.gate_up_proj, torch.nn.Linear)
 
     def why_no_native_kernels(self) -> str | None:
         """Why decode's matmuls are not the C++ kernels' (whether or not they were asked for); None when they are."""
-        layer = self.model.layers[0].mlp.down_proj
+        layer = self.model.layers[0].mlp.gate_up_proj
         if getattr(layer, "few_rows_kernel", False):
             return None
         if self.device.type != "cpu" or self.dtype != torch.bfloat16:

@@ -1,7 +1,7 @@
 """A model divided among the ranks of a process group: each holds its part of every weight, and results are summed.
 
 The network knows nothing of it: `shard_model` gives the empty model this rank's shapes, the weights are loaded, and
-`connect` hangs the sums behind the layers that need them (arXiv 1909.08053). One collective serves all of them. The
+`connect` puts the sums behind the layers that need them (arXiv 1909.08053). One collective serves all of them. The
 cut follows checkpoint_layout.py.
 """
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
-from npu_tuned_model.checkpoint_layout import EMBEDDING, Shard, check_tp_size, pieces_of, shape_of, vocabulary_cut
+from npu_tuned_model.checkpoint_layout import EMBEDDING, Cut, Shard, check_tp_size, pieces_of, shape_of, vocabulary_cut
 from npu_tuned_model.errors import UserError
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -87,6 +87,39 @@ class EmbeddingShard(nn.Embedding):
         return self.all_reduce(rows.masked_fill(elsewhere[..., None], 0))
 
 
+class SummedLinear(nn.Module):
+    """A linear layer cut by columns: each rank has its part of the input, the results are summed over the ranks."""
+
+    def __init__(self, linear: nn.Module, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.linear = linear
+        self.all_reduce = all_reduce
+
+    @property
+    def in_features(self) -> int:
+        """Of this rank's part."""
+        return cast(int, self.linear.in_features)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., this rank's part of the input) to (..., out)."""
+        return self.all_reduce(self.linear(rows))
+
+
+class LogitsShard(nn.Module):
+    """The output layer cut by rows: each rank computes the logits of its part of the vocabulary and gets the rest."""
+
+    def __init__(self, linear: nn.Module, cut: Cut, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.linear = linear
+        self.before, self.behind = cut.start, cut.total - cut.start - cut.length
+        self.all_reduce = all_reduce
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., hidden) to (..., whole vocabulary)."""
+        # Zeros in the other ranks' places: their sum is exact.
+        return self.all_reduce(F.pad(self.linear(rows), (self.before, self.behind)))
+
+
 def shard_model(model: nn.Module, parallel: TensorParallel) -> None:
     """Give an empty model on the meta device the shapes of one rank's part, in place.
 
@@ -112,18 +145,15 @@ def shard_model(model: nn.Module, parallel: TensorParallel) -> None:
 
 
 def connect(model: nn.Module, parallel: TensorParallel) -> None:
-    """Hang the sums over the ranks behind the layers of a loaded part, which must not be replaced afterwards."""
-    for name, module in model.named_modules():
+    """Put the sums over the ranks behind the layers of a loaded part that need them, in place.
+
+    What looks for a layer that is whole, such as a kernel for several layers at once, doesn't find one.
+    """
+    for name, module in list(model.named_modules()):
         if name.endswith((".self_attn.o_proj", ".mlp.down_proj")):
-            module.register_forward_hook(lambda _, inputs, partial: parallel.all_reduce(partial))
+            _replace(model, name, SummedLinear(module, parallel.all_reduce))
     cut = vocabulary_cut(cast(Qwen2Config, model.config), parallel.shard)
-    behind = cut.total - cut.start - cut.length
-
-    def all_logits(_: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-        # Zeros in the other ranks' places: their sum is exact.
-        return parallel.all_reduce(F.pad(logits, (cut.start, behind)))
-
-    model.get_submodule("lm_head").register_forward_hook(all_logits)
+    _replace(model, "lm_head", LogitsShard(model.get_submodule("lm_head"), cut, parallel.all_reduce))
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from models import padded_batch, save, stock_logits, stock_model, tiny_config, tuned_model
+from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM as StockQwen2
 from two_ranks import LENGTHS, first_logits, generate, held_elements
 
-from npu_tuned_model import UserError, load_model
+from npu_tuned_model import TuningOptions, UserError, load_model
 from npu_tuned_model.checkpoint_convert import Conversion
+from npu_tuned_model.cpu_decode import why_no_cpu_decode
 from npu_tuned_model.errors import CheckpointError
+from npu_tuned_model.linear import PackedLinear
 from npu_tuned_model.tensor_parallel import TensorParallel
 
 TOKENS = {"untied": 64, "untied_converted": 64, "untied_compiled": 64}
@@ -142,6 +146,51 @@ def test_a_converted_checkpoint_on_other_ranks_is_refused(converted: dict[str, P
 def test_ranks_that_do_not_divide_the_model_are_refused(plain: dict[str, tuple[StockQwen2, Path]]) -> None:
     with pytest.raises(UserError, match="14 attention heads over 8 ranks; sizes that work: 1, 2"):
         load_model(plain["tied"][1], device="cpu", parallel=TensorParallel(0, 8))
+
+
+class Counter:
+    """Stands in for the sum over the ranks, which one process can't make."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.calls += 1
+        return tensor
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_that_is_stored_anew_after_loading_is_still_summed(
+    plain: dict[str, tuple[StockQwen2, Path]], packed: bool
+) -> None:
+    """As an NPU's set-up does: it looks for linear layers by their names and puts others in their places."""
+    count = Counter()
+    options = TuningOptions().replace(packed_weights=packed)
+    parallel = TensorParallel(1, 2, count)
+    model = load_model(plain["untied"][1], device="cpu", dtype="float32", options=options, parallel=parallel)
+    assert model.is_packed() == packed
+    replaced = 0
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (nn.Linear, PackedLinear)):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, copy.copy(module))
+            replaced += 1
+    assert replaced == 1 + 4 * 2
+    first_logits(model)
+    assert count.calls == 1 + 2 * 2 + 1  # embedding, two per layer, logits
+
+
+def test_a_kernel_for_the_whole_step_does_not_take_a_part_for_the_whole(tmp_path: Path) -> None:
+    config = tiny_config("mha_4_head_64")
+    config.intermediate_size = 256
+    folder = save(stock_model(config), tmp_path / "model")
+    whole = load_model(folder, device="cpu", dtype="bfloat16")
+    part = load_model(folder, device="cpu", dtype="bfloat16", parallel=TensorParallel(0, 2, Counter()))
+    part.run_graph()
+    assert part.steps.cpu_decode is None
+    # the reason is the same on every CPU where the whole model has the kernel
+    if why_no_cpu_decode(whole) is None:
+        assert why_no_cpu_decode(part) == "needs packed weights, whole on this rank"
 
 
 def test_without_a_process_group_there_is_no_place() -> None:
