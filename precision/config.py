@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Tuple, Union, get_args, get_type_hints
+from typing import Any, Dict, List, Literal, Optional, Tuple, Type, TypeVar, Union, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +19,8 @@ DataMode = Literal["all", "forward", "backward", "input", "output"]
 SummaryMode = Literal["statistics", "md5"]
 OnWriteError = Literal["stop", "continue"]
 
+# the tasks of the debugger: those that dump, and the one with a Config of its own (free_benchmark/config.py)
+TASKS = (*get_args(Task), "free_benchmark")
 _TASK_KEYS = ("scope", "list", "data_mode", "summary_mode", "tensor_list")
 
 
@@ -96,19 +98,22 @@ def expand_numbers(value: Any) -> Any:
     return numbers
 
 
-def make_config(values: Dict[str, Any]) -> Config:
-    """A Config from keyword values.
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def make_config(values: Dict[str, Any], kind: Type[AnyConfig] = Config) -> AnyConfig:  # type: ignore[assignment]
+    """A Config, or one of another kind, from keyword values.
 
     Raises:
         PrecisionError: naming the key, the value, and the keys or values there are.
     """
-    unknown = sorted(set(values) - set(Config.model_fields))
+    unknown = sorted(set(values) - set(kind.model_fields))
     if unknown:
-        raise PrecisionError(f"no option {', '.join(unknown)}; there are {', '.join(sorted(Config.model_fields))}")
+        raise PrecisionError(f"no option {', '.join(unknown)}; there are {', '.join(sorted(kind.model_fields))}")
     try:
-        return Config(**values)
+        return kind(**values)
     except ValidationError as error:
-        raise PrecisionError("; ".join(_explain(entry) for entry in error.errors())) from error
+        raise PrecisionError("; ".join(_explain(entry, kind) for entry in error.errors())) from error
 
 
 def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
@@ -125,9 +130,11 @@ def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
         raise PrecisionError(f"the config file {path} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise PrecisionError(f"the config file {path} must hold a JSON object, not a {type(content).__name__}")
-    sections = {key: content.pop(key) for key in get_args(Task) if isinstance(content.get(key), dict)}
-    section = sections.get(content.get("task", "statistics"), {})
-    unknown = sorted(set(section) - set(_TASK_KEYS))
+    sections = {key: content.pop(key) for key in TASKS if isinstance(content.get(key), dict)}
+    task = content.get("task", "statistics")
+    section = sections.get(task, {})
+    # the keys of a section with a config of its own are checked with that
+    unknown = sorted(set(section) - set(_TASK_KEYS)) if task != "free_benchmark" else []
     if unknown:
         raise PrecisionError(
             f"no option {', '.join(unknown)} in section {content.get('task', 'statistics')!r} of {path}; "
@@ -136,17 +143,19 @@ def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
     return {**content, **section}
 
 
-def _explain(entry: Any) -> str:
+def _explain(entry: Any, kind: Type[Config]) -> str:
     where = str(entry["loc"][0]) if entry["loc"] else "config"
     text = entry["msg"].removeprefix("Value error, ") if hasattr(str, "removeprefix") else entry["msg"]
-    valid = _choices(where)
+    valid = _choices(where, kind)
     shown = entry.get("input")
     return f"{where} = {shown!r}: " + (f"there are {', '.join(valid)}" if valid else text)
 
 
-def _choices(key: str) -> Tuple[str, ...]:
+def _choices(key: str, kind: Type[Config]) -> Tuple[str, ...]:
     if key == "data_mode":
         return get_args(DataMode)
-    hint = get_type_hints(Config).get(key)
+    if key == "task":
+        return TASKS
+    hint = get_type_hints(kind).get(key)
     values = get_args(hint)
     return values if values and all(isinstance(value, str) for value in values) else ()

@@ -18,6 +18,9 @@ from precision.dump import store
 from precision.dump.recorder import Recorder, check_task
 from precision.dump.summary import Summary
 from precision.errors import PrecisionError
+from precision.free_benchmark.checker import Checker
+from precision.free_benchmark.config import FreeBenchmarkConfig
+from precision.free_benchmark.summary import Summary as CheckSummary
 from precision.graph import GraphRuns
 from precision.interception import COLLECTIVES, ApiInterception, Registry
 from precision.module_hooks import ModuleHooks
@@ -60,17 +63,19 @@ class PrecisionDebugger:
         """
         Args:
             config_path: a config.json in msprobe's layout.
-            hook_name: "dump", for callers of the older spelling.
+            hook_name: "dump" or "free_benchmark" (the task of that name), for callers of the older spelling.
             quiet: keep the summary of stop() from stderr; stop() returns it in any case.
             options: fields of precision.Config; they override the file's.
 
         Raises:
             PrecisionError: for an unknown key or value; the message lists those there are.
         """
-        if hook_name not in (None, "dump"):
-            raise PrecisionError(f"no hook {hook_name!r}; there is 'dump'")
+        if hook_name not in (None, "dump", "free_benchmark"):
+            raise PrecisionError(f"no hook {hook_name!r}; there are 'dump' and 'free_benchmark'")
         values = read_config_file(config_path) if config_path is not None else {}
         self._values: dict[str, Any] = {**values, **{key: value for key, value in options.items() if value is not None}}
+        if hook_name == "free_benchmark":
+            self._values["task"] = "free_benchmark"
         self._quiet = quiet
         self._step = 0
         self._running: contextlib.ExitStack | None = None
@@ -86,7 +91,7 @@ class PrecisionDebugger:
         return self._recorder.config
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> Summary | CheckSummary:
         """What was hooked, recorded and left out so far, and why."""
         return self._recorder.summary
 
@@ -153,7 +158,7 @@ class PrecisionDebugger:
             self._running = undo.pop_all()
         return self
 
-    def stop(self) -> Summary:
+    def stop(self) -> Summary | CheckSummary:
         """Take every hook off, write the dump, and say what was recorded and what was not.
 
         Raises:
@@ -188,6 +193,10 @@ class PrecisionDebugger:
     def _configure(self) -> None:
         if self._running is not None:
             raise PrecisionError("the options can't be changed between start() and stop()")
+        self._recorder: Recorder | Checker
+        if self._values.get("task") == "free_benchmark":
+            self._recorder = Checker(make_config(self._values, FreeBenchmarkConfig))
+            return
         config = make_config(self._values)
         check_task(config)
         self._recorder = Recorder(config)
@@ -212,10 +221,12 @@ class PrecisionDebugger:
         self.summary.functions = self._registry.show()
         undo.callback(self._registry.hide)
         hooks = None
-        if models:
+        if models and self._recorder.hooks_modules:
             hooks = ModuleHooks(models, self._recorder)
             self.summary.hooked = hooks.hooked
         self._recorder.begin(self.folder, hooks)
+        if isinstance(self._recorder, Checker):
+            self._recorder.know_modules(models)
         undo.callback(self._recorder.end)
         if hooks is not None:
             undo.callback(hooks.remove)

@@ -33,6 +33,8 @@ class Recorder:
         active: whether calls are recorded right now.
     """
 
+    hooks_modules = True
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.summary = Summary()

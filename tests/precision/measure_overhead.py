@@ -38,7 +38,6 @@ def ours(folder: Path, setting: dict[str, str]) -> Any:
 
 
 def peers(folder: Path, setting: dict[str, str]) -> Any:
-    from msprobe.core.debugger import precision_debugger  # noqa: F401
     from msprobe.pytorch import PrecisionDebugger as Peer
 
     task = setting.get("task", "statistics")

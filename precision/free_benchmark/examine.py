@@ -1,0 +1,285 @@
+"""Running a call again in one of the modes, and what the second result says of the first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from precision.free_benchmark import findings, limits
+from precision.free_benchmark.config import NOISE_MODES, PRECISE_MODES, FreeBenchmarkConfig
+from precision.free_benchmark.distance import ZERO, Distance, distance, same_bits
+from precision.free_benchmark.findings import Finding
+from precision.free_benchmark.perturb import Noise, flip_last_bit, is_activation, map_tensors, swap_ends
+from precision.free_benchmark.pieces import Piece, piece, piece_count
+from precision.free_benchmark.rerun import Call, CannotRerun, widen, widest
+from precision.free_benchmark.rounding import ROUND_MODES, round_to
+from precision.interception import tensors_in
+
+CPU = torch.device("cpu")
+# Probes per estimate of a condition number.
+PROBES = 2
+NO_FLOATS = "no floating-point number among its inputs"
+NO_ACTIVATION = "no floating-point activation among its inputs"
+NO_CHANGE = "the perturbation changed nothing: its activations are zero or all the same"
+NO_RESULT = "no floating-point number among its results"
+_DIRECTED = ("odd", "trunc", "ceil", "floor")
+
+
+class Examiner:
+    """Judges calls in the mode of its config; a reference, by API key, stands in for the call in to_cpu."""
+
+    def __init__(self, config: FreeBenchmarkConfig) -> None:
+        self.noise = Noise(config.seed)
+        self.references: dict[str, Callable[..., Any]] = {}
+        self.mode = config.pert_mode
+
+    @property
+    def change(self) -> Callable[[Tensor], Tensor]:
+        """What the noise modes do to a tensor."""
+        return {"add_noise": self.noise.scale, "bit_noise": flip_last_bit, "change_value": swap_ends}[self.mode]
+
+    def examine(self, call: Call, result: Any, part: int | None = None) -> list[Finding]:
+        """Run the call again and compare, one finding per output.
+
+        Args:
+            result: of the call.
+            part: only this piece of a call that has several (see pieces).
+
+        Raises:
+            CannotRerun: when it can't be judged, with the reason.
+        """
+        if self.mode in PRECISE_MODES:
+            return self.against_wider(call, result, part, CPU if self.mode == "to_cpu" else None)
+        if self.mode in NOISE_MODES:
+            return self._against_noise(call, result, part)
+        if self.mode == "no_change":
+            return self._against_itself(call, result, part)
+        if self.mode == "round_mode":
+            return self._rounding(call, result)
+        return self._condition(call, result)
+
+    # a wider precision
+
+    def against_wider(
+        self, call: Call, result: Any, part: int | None = None, device: torch.device | None = None
+    ) -> list[Finding]:
+        """Compare with the result in a wider precision, on `device` where given."""
+        args, _ = call.args, call.kwargs
+        count = piece_count(call.name, args)
+        numbers = range(count) if part is None else [part % count]
+        joined: dict[int, tuple[Distance, float]] = {}
+        outputs = outputs_of(result)
+        for number in numbers:
+            cut = piece(call.name, number, count, *call.fresh())
+            wider = self._wider(call, cut, device)
+            again = self._again_wider(call, wider, device)
+            condition = math.nan
+            for place, ours, theirs in _pairs(cut.of(result), again):
+                gap = distance(ours, theirs)
+                if gap.worst > limits.precision_limit(_dtype(call, ours)) and math.isnan(condition):
+                    condition = self._probe(call, wider, again, device, worst=True)
+                before = joined.get(place, (ZERO, math.nan))
+                known = [value for value in (before[1], condition) if not math.isnan(value)]
+                joined[place] = (before[0].joined(gap), max(known, default=math.nan))
+            del wider, again
+        return [
+            precision_finding(place, outputs[place], gap.worst, condition, _dtype(call, outputs[place]))
+            for place, (gap, condition) in joined.items()
+        ]
+
+    def _wider(self, call: Call, cut: Piece, device: torch.device | None) -> tuple[Any, Any]:
+        target = widest((cut.args, cut.kwargs))
+        if target is None:
+            raise CannotRerun(NO_FLOATS)
+        args, kwargs = widen((cut.args, cut.kwargs), target, device)
+        return args, kwargs
+
+    def _again_wider(self, call: Call, wider: tuple[Any, Any], device: torch.device | None) -> Any:
+        reference = self.references.get(call.key) if device is not None else None
+        args, kwargs = map_tensors(wider, torch.clone) if call.in_place else wider
+        if reference is None:
+            return call.again(args, kwargs)
+        return reference(*args, **kwargs)
+
+    def _probe(
+        self, call: Call, wider: tuple[Any, Any], result: Any, device: torch.device | None, *, worst: bool
+    ) -> float:
+        """The condition number: the largest change of the wider result per change of the wider inputs."""
+        found = 0.0
+        for _ in range(PROBES):
+            args, kwargs, made = _perturb(wider[0], wider[1], self.noise.scale)
+            if made == 0.0:
+                return 0.0
+            again = self._again_wider(call, (args, kwargs), device)
+            for _, ours, theirs in _pairs(again, result):
+                if theirs.is_floating_point():
+                    gap = distance(ours, theirs)
+                    found = max(found, (gap.worst if worst else gap.overall) / made)
+        return found
+
+    # the same precision
+
+    def _against_noise(self, call: Call, result: Any, part: int | None) -> list[Finding]:
+        outputs = outputs_of(result)
+        if not any(output.is_floating_point() for output in outputs):
+            raise CannotRerun(NO_RESULT)
+        cut = _cut(call, part)
+        args, kwargs, made = _perturb(cut.args, cut.kwargs, self.change)
+        if made == 0.0:
+            found = any(is_activation(tensor) for tensor in tensors_in((cut.args, cut.kwargs)))
+            raise CannotRerun(NO_CHANGE if found else NO_ACTIVATION)
+        again = call.again(args, kwargs)
+        return [
+            noise_finding(place, outputs[place], distance(theirs, ours).overall, made)
+            for place, ours, theirs in _pairs(cut.of(result), again)
+            if ours.is_floating_point()
+        ]
+
+    def _against_itself(self, call: Call, result: Any, part: int | None) -> list[Finding]:
+        cut = _cut(call, part)
+        outputs = outputs_of(result)
+        found = []
+        for place, ours, theirs in _pairs(cut.of(result), call.again(cut.args, cut.kwargs)):
+            if same_bits(ours, theirs):
+                found.append(_finding(place, outputs[place], 0.0, 0.0))
+            else:
+                gap = distance(ours, theirs).worst
+                found.append(
+                    _finding(place, outputs[place], gap, 0.0)._replace(
+                        verdict=findings.NOT_DETERMINISTIC, reason="the same inputs gave another result"
+                    )
+                )
+        return found
+
+    # what the result says of its own rounding and of its inputs
+
+    def _rounding(self, call: Call, result: Any) -> list[Finding]:
+        wider = self._wider(call, Piece(*call.fresh(), None), None)
+        found = []
+        for place, ours, theirs in _pairs(result, self._again_wider(call, wider, None)):
+            if ours.is_floating_point() and torch.finfo(theirs.dtype).bits > torch.finfo(ours.dtype).bits:
+                found.append(_rounding_finding(place, ours, theirs))
+        if not found:
+            raise CannotRerun("its result is not narrower than the one it is compared with")
+        return found
+
+    def _condition(self, call: Call, result: Any) -> list[Finding]:
+        wider = self._wider(call, Piece(*call.fresh(), None), None)
+        again = self._again_wider(call, wider, None)
+        number = self._probe(call, wider, again, None, worst=False)
+        found = []
+        for place, ours, theirs in _pairs(result, again):
+            if not ours.is_floating_point():
+                continue
+            gap = distance(ours, theirs).worst
+            local = number if gap <= limits.precision_limit(_dtype(call, ours)) else math.nan
+            if math.isnan(local):
+                local = self._probe(call, wider, again, None, worst=True)
+            finding = precision_finding(place, ours, gap, local, _dtype(call, ours))._replace(condition=number)
+            if not finding.flagged and number > limits.CONDITION:
+                finding = finding._replace(
+                    verdict=findings.ILL_CONDITIONED,
+                    reason=f"a relative change of its inputs comes out {number:.3g} times as large; the kernel is right",
+                )
+            found.append(finding)
+        if not found:
+            raise CannotRerun(NO_RESULT)
+        return found
+
+
+def _cut(call: Call, part: int | None) -> Piece:
+    args, kwargs = call.fresh()
+    if part is None:
+        return Piece(args, kwargs, None)
+    count = piece_count(call.name, args)
+    return piece(call.name, part % count, count, args, kwargs) if count > 1 else Piece(args, kwargs, None)
+
+
+def _perturb(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any, float]:
+    """The arguments with every activation changed, and the largest relative change that this really made."""
+    made = 0.0
+
+    def perturb(tensor: Tensor) -> Tensor:
+        nonlocal made
+        if not is_activation(tensor):
+            return tensor
+        changed = change(tensor)
+        made = max(made, distance(changed, tensor).overall)
+        return changed
+
+    args, kwargs = map_tensors((args, kwargs), perturb)
+    return args, kwargs, made
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    """The tensors of a result; CannotRerun when there are none."""
+    outputs = list(tensors_in(result))
+    if not outputs:
+        raise CannotRerun("no tensor among its results")
+    return outputs
+
+
+def _pairs(result: Any, again: Any) -> list[tuple[int, Tensor, Tensor]]:
+    ours, theirs = outputs_of(result), list(tensors_in(again))
+    if len(ours) != len(theirs):
+        raise CannotRerun(f"it gave {len(theirs)} tensors the second time instead of {len(ours)}")
+    for one, other in zip(ours, theirs):
+        if one.shape != other.shape:
+            raise CannotRerun(f"its result has another shape the second time: {tuple(other.shape)}")
+    return [(place, *pair) for place, pair in enumerate(zip(ours, theirs))]
+
+
+def _dtype(call: Call, output: Tensor) -> torch.dtype:
+    """The dtype whose rounding the result carries: an operator may round in between to that of its inputs."""
+    return limits.coarsest([tensor.dtype for tensor in (*call.inputs, output)])
+
+
+def _finding(place: int, output: Tensor, error: float, limit: float) -> Finding:
+    return Finding(place, str(output.dtype), str(output.shape), error, limit)
+
+
+def precision_finding(place: int, output: Tensor, error: float, condition: float, dtype: torch.dtype) -> Finding:
+    """A result held against one in a wider precision; `condition` is NaN where it was not needed."""
+    limit = limits.precision_limit(dtype)
+    if not math.isnan(condition):
+        limit += limits.accumulation_error(dtype) * condition
+    finding = _finding(place, output, error, limit)._replace(condition=condition)
+    if error <= limit:
+        return finding
+    reason = f"{error / limit:.3g} times as far from the wider precision as rounding explains"
+    return finding._replace(verdict=findings.WRONG, reason=reason)
+
+
+def noise_finding(place: int, output: Tensor, error: float, made: float) -> Finding:
+    """A result held against that of inputs with a relative change of `made`."""
+    # the result's own rounding hides changes below it
+    rounding = 2 * limits.half_ulp(output.dtype)
+    finding = _finding(place, output, error, limits.CONDITION * made + rounding)
+    finding = finding._replace(condition=max(0.0, error - rounding) / made)
+    if error <= finding.limit:
+        return finding
+    reason = f"a relative change of {made:.3g} in its inputs changed its result by {error:.3g}"
+    return finding._replace(verdict=findings.ILL_CONDITIONED, reason=reason)
+
+
+def _rounding_finding(place: int, output: Tensor, exact: Tensor) -> Finding:
+    inexact = output.to(exact.dtype) != exact
+    # what is off by more than the two neighbours was not rounded once
+    near = (round_to(exact, output.dtype, "floor") == output) | (round_to(exact, output.dtype, "ceil") == output)
+    inexact &= near & torch.isfinite(exact)
+    count = int(inexact.sum())
+    if count == 0:
+        return _finding(place, output, 0.0, 0.5)._replace(reason="every element is exact or rounded more than once")
+    shares = {
+        mode: float(((round_to(exact, output.dtype, mode) == output) & inexact).sum()) / count for mode in ROUND_MODES
+    }
+    text = ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
+    reason = f"{count / output.numel():.0%} of the elements hang on the rounding; agreement: {text}"
+    finding = _finding(place, output, 1 - max(shares["rint"], shares["away"]), 0.5)._replace(reason=reason)
+    best = max(shares, key=lambda mode: shares[mode])
+    if best in _DIRECTED and shares[best] >= limits.AGREEMENT and finding.error > finding.limit:
+        return finding._replace(verdict=findings.ROUNDING, reason=f"rounded by {best}; {reason}")
+    return finding

@@ -1,0 +1,44 @@
+"""How far apart is too far, by dtype and by mode.
+
+A kernel may round its result once, and lose what a float32 accumulation loses on inputs that are as ill-conditioned as
+these: limit = ROUNDINGS * half a unit in the last place + condition number * float32's rounding. The condition number
+is estimated only where the first term is not enough.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# A fused kernel rounds in between as well (a norm: the sum, the normalised values, the product).
+ROUNDINGS = 3.0
+# Kernels compute float32 and float64 in their own precision: what the order of a sum changes is more than one rounding.
+OWN_PRECISION_ROUNDINGS = 64.0
+# Relative error of float32 accumulation per unit of the condition number.
+ACCUMULATION = 4.0
+# An operator that amplifies a relative change of its inputs by more than this is ill-conditioned where it stands.
+CONDITION = 100.0
+# Share of inexact elements that must agree with another rounding mode than "to nearest" to be called that mode.
+AGREEMENT = 0.75
+
+
+def half_ulp(dtype: torch.dtype) -> float:
+    """Largest relative error of one rounding to the nearest number of the dtype."""
+    return float(torch.finfo(dtype).eps) / 2
+
+
+def coarsest(dtypes: list[torch.dtype]) -> torch.dtype:
+    """The floating-point dtype with the fewest bits of mantissa among those given, float64 for none."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: float(torch.finfo(dtype).eps), default=torch.float64)
+
+
+def precision_limit(dtype: torch.dtype) -> float:
+    """Limit of the distance between a result and the same in a wider precision, for well-conditioned inputs."""
+    roundings = ROUNDINGS if torch.finfo(dtype).bits <= 16 else OWN_PRECISION_ROUNDINGS
+    return roundings * half_ulp(dtype)
+
+
+def accumulation_error(dtype: torch.dtype) -> float:
+    """What a kernel's own accumulation may add per unit of the condition number."""
+    inside = torch.float64 if dtype == torch.float64 else torch.float32
+    return ACCUMULATION * half_ulp(inside)

@@ -1,0 +1,199 @@
+"""Six figures of many tensors, computed on their device and read back in one transfer.
+
+Small tensors are copied when they are met and reduced together, one kernel for all of one size; large ones are reduced
+at once, in pieces that stay in the cache. Sums run in float32 (float64 for float64 tensors and between pieces).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from precision.dump.known_tensors import HOST_DEVICES, KnownTensors, dense
+
+# What each figure is, of a tensor x: norm is L2, zeros the share of elements with abs(x) < eps, nans their number.
+OPS = ("norm", "min", "max", "mean", "zeros", "nans")
+SMALL = 1 << 13
+# Elements per piece: float32 copies of one stay in a host core's cache; a device takes larger ones to be kept busy.
+HOST_PIECE = 1 << 17
+DEVICE_PIECE = 1 << 21
+# Small tensors are reduced as soon as their copies take this much.
+STAGED_BYTES = 2 << 20
+
+
+class Transfer:
+    """Figures on their way to the host."""
+
+    def __init__(self, order: list[int], parts: list[Tensor]) -> None:
+        self._order = order
+        self._event: Any = None
+        self._host: Tensor | None = None
+        if parts:
+            packed = torch.cat(parts)
+            device = packed.device
+            if device.type in HOST_DEVICES:
+                self._host = packed
+            else:
+                self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+                self._host.copy_(packed, non_blocking=True)
+                self._event = getattr(torch, device.type).Event()
+                self._event.record()
+
+    def rows(self) -> list[list[float]]:
+        """One row of figures (in the order of OPS) for each number that Batch.add returned; waits for the device."""
+        if self._host is None:
+            return []
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._host.tolist()
+        rows: list[list[float]] = [[]] * len(values)
+        for place, number in enumerate(self._order):
+            rows[number] = values[place]
+        return rows
+
+
+class Batch:
+    """Collects the figures of the tensors of one device, step by step.
+
+    Only the figures that are asked for are computed; the others' places hold NaN.
+    """
+
+    def __init__(self, device: torch.device, ops: Iterable[str] = OPS, eps: float = 1e-8) -> None:
+        """
+        Args:
+            device: where the tensors are.
+            ops: which figures, of OPS.
+            eps: what counts as zero.
+        """
+        self._on_host = device.type in HOST_DEVICES
+        # the backends of torch without float64 get float32, whose counts are exact up to 2^24
+        self._wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self._wanted = frozenset(ops)
+        self._eps = eps
+        self._piece = HOST_PIECE if self._on_host else DEVICE_PIECE
+        self._start()
+
+    def add(self, tensor: Tensor, *, lasting: bool = False) -> int:
+        """Measure a tensor as it is now; returns the number of its row.
+
+        Args:
+            tensor: of any dtype, shape and layout.
+            lasting: whether the same tensor object may come by again unchanged, which is looked up.
+        """
+        number = self._count
+        size = tensor.numel()
+        if size <= SMALL and tensor.layout == torch.strided and size and not tensor.is_complex():
+            self._count += 1
+            self._stage(number, size, tensor)
+            return number
+        if lasting:
+            known = self._known.get(tensor)
+            if known is not None:
+                return known
+        self._count += 1
+        self._order.append(number)
+        self._parts.append(self._measure_large(tensor))
+        if lasting:
+            self._known.put(tensor, number)
+        return number
+
+    def send(self) -> Transfer:
+        """Start the transfer of everything added so far, and begin anew."""
+        self._reduce_staged()
+        transfer = Transfer(self._order, self._parts)
+        self._start()
+        return transfer
+
+    def _start(self) -> None:
+        self._count = 0
+        self._order: list[int] = []
+        self._parts: list[Tensor] = []
+        self._staged: dict[tuple[torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+        self._staged_bytes = 0
+        self._known: KnownTensors[int] = KnownTensors(same_layout=False, devices_across_steps=False)
+
+    def _stage(self, number: int, size: int, tensor: Tensor) -> None:
+        # the copy keeps the value from later in-place changes
+        copy = tensor.detach().clone() if tensor.requires_grad else tensor.clone()
+        key = (copy.shape, copy.dtype)
+        try:
+            numbers, copies = self._staged[key]
+        except KeyError:
+            numbers, copies = self._staged[key] = ([], [])
+        numbers.append(number)
+        copies.append(copy)
+        self._staged_bytes += size * copy.element_size()
+        if self._staged_bytes > STAGED_BYTES:
+            self._reduce_staged()
+
+    def _reduce_staged(self) -> None:
+        for (_, dtype), (numbers, copies) in self._staged.items():
+            rows = torch.stack(copies).reshape(len(copies), -1)
+            figures = self._reduce(rows.to(torch.float64 if dtype == torch.float64 else torch.float32))
+            self._order += numbers
+            self._parts.append(figures)
+        self._staged = {}
+        self._staged_bytes = 0
+
+    def _measure_large(self, tensor: Tensor) -> Tensor:
+        values = dense(tensor)
+        if values.is_complex():
+            values = values.abs()
+        size = values.numel()
+        if size == 0:
+            return torch.full((1, len(OPS)), math.nan, dtype=self._wide, device=tensor.device)
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        length = min(self._piece, size)
+        buffer = torch.empty(1, length, dtype=wide, device=tensor.device)
+        pieces = []
+        for piece in _flat(values).split(length):
+            row = buffer[:, : piece.numel()]
+            row[0].copy_(piece)
+            pieces.append(self._reduce(row, mean=False))
+        figures = torch.cat(pieces)
+        if len(pieces) > 1:
+            norm = torch.linalg.vector_norm(figures[:, 0])
+            rest = [figures[:, 1].amin(), figures[:, 2].amax(), *figures[:, 3:].sum(0).unbind()]
+            figures = torch.stack([norm, *rest])[None]
+        figures[:, 3:5] /= size
+        return figures
+
+    def _reduce(self, rows: Tensor, *, mean: bool = True) -> Tensor:
+        """(count, size) to (count, len(OPS)); with mean off, sums and counts instead of means and shares.
+
+        Writes to `rows`.
+        """
+        wanted = self._wanted
+        unknown = rows.new_full((rows.shape[0],), math.nan)
+        norm = torch.linalg.vector_norm(rows, dim=1) if wanted & {"norm", "nans", "zeros"} else unknown
+        low = rows.amin(1) if "min" in wanted else unknown
+        high = rows.amax(1) if "max" in wanted else unknown
+        total = rows.sum(1) if "mean" in wanted else unknown
+        nans = torch.zeros_like(norm)
+        # a finite norm proves that there is no NaN; to read it costs nothing on a host, on a device it would wait
+        if wanted & {"nans", "zeros"} and not (self._on_host and bool(norm.isfinite().all())):
+            nans = torch.isnan(rows).sum(1).to(norm.dtype)
+        zeros = unknown
+        if "zeros" in wanted:
+            # comparing into a float tensor and adding it up is several times faster on a host than counting booleans
+            above = torch.ge(rows.abs_(), self._eps, out=rows).sum(1)
+            zeros = rows.shape[1] - above - nans
+        figures = torch.stack([norm, low, high, total, zeros, nans], dim=1).to(self._wide)
+        if mean:
+            figures[:, 3:5] /= rows.shape[1]
+        return figures
+
+
+def _flat(values: Tensor) -> Tensor:
+    """All elements in one dimension, in any order, without a copy where the tensor has no gaps."""
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    return values.permute(order).reshape(-1)
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The L2 norms of tensors of one device, computed in float32, in one kernel where the device has it."""
+    function: Callable[..., Any] = torch._foreach_norm
+    return torch.stack([norm.float() for norm in function(tensors)])
