@@ -11,29 +11,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import click
 
 from benchmark.command import OneLineErrors, user_errors
+from benchmark.run_options import run_options
 from benchmark.setup_options import setup_options
 
 if TYPE_CHECKING:
     from npu_tuned_model.npu_setup import NpuSetup
 
 
-def _positive() -> click.IntRange:
-    return click.IntRange(min=1)
-
-
 @click.command(cls=OneLineErrors)
 @click.option("--model_path", help="Checkpoint folder, plain or converted for this number of ranks, or Hub id.")
-@click.option("--execute_mode", type=click.Choice(["dynamo", "eager"]), default="dynamo", show_default=True)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or npu.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16 or float16.")
-@click.option("--batch_size", type=_positive(), default=1, show_default=True)
-@click.option("--input_max_len", type=_positive(), default=256, show_default=True, help="Tokens of the padded prompt.")
-@click.option("--max_new_tokens", type=_positive(), default=32, show_default=True, help="Tokens to generate, exactly.")
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), help="UTF-8 file with one prompt per line, or a JSON list of strings."
-)
-@click.option("--rounds", type=_positive(), default=3, show_default=True)
-@click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result.")
+@run_options
 @setup_options
 @click.option(
     "--single_report",
@@ -41,14 +28,12 @@ def _positive() -> click.IntRange:
     help="report.json of the same workload on one rank: the report then says how throughput grows with the ranks.",
 )
 @click.option(
-    "--timeout_s", type=_positive(), default=600, show_default=True, help="A rank that waits longer for another ends."
+    "--timeout_s",
+    type=click.IntRange(min=1),
+    default=600,
+    show_default=True,
+    help="A rank that waits longer for another ends.",
 )
-@click.option(
-    "--output_dir",
-    type=click.Path(path_type=Path),
-    help="Folder for report.json and report.html. Default: benchmark_reports/<date>-<time>.",
-)
-@click.option("--force", is_flag=True, help="Overwrite an earlier report in --output_dir.")
 @click.option("--local_rank", type=int, hidden=True, help="The launcher passes it; LOCAL_RANK says the same.")
 def main(
     output_dir: Path | None,
@@ -70,11 +55,11 @@ def main(
 
     from benchmark import report as console_report
     from benchmark import runner
-    from benchmark.deepspeed.process_group import join
+    from benchmark.deepspeed.process_group import errors_of_rank, join
     from benchmark.output import OutputFolder
     from benchmark.ranks import read_single
 
-    with user_errors():
+    with user_errors(), errors_of_rank():
         single = None if single_report is None else read_single(single_report)
         ranks, device_name, process = join(device, setup, timeout_s)
         first = ranks.shard.rank == 0

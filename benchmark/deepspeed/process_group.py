@@ -7,8 +7,10 @@ grain, and cuts layers called gate_up_proj by a rule of their own. Here every ra
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,18 @@ from npu_tuned_model.tensor_parallel import TensorParallel, sum_over_ranks
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _LAUNCH = "start it with the launcher: deepspeed --num_gpus=N benchmark/deepspeed/benchmark_qwen.py ..."
+
+
+@contextlib.contextmanager
+def errors_of_rank() -> Iterator[None]:
+    """Say of which rank an error is, where it isn't the first: the launcher shows all of them."""
+    try:
+        yield
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
+            raise
+        raise UserError(f"rank {rank}: {error}") from error
 
 
 def local_place() -> tuple[int, int]:
