@@ -101,7 +101,7 @@ def expand_numbers(value: Any) -> Any:
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def make_config(values: Dict[str, Any], kind: Type[AnyConfig] = Config) -> AnyConfig:  # type: ignore[assignment]
+def make_config(values: Dict[str, Any], kind: Type[AnyConfig]) -> AnyConfig:
     """A Config, or one of another kind, from keyword values.
 
     Raises:

@@ -197,7 +197,7 @@ class PrecisionDebugger:
         if self._values.get("task") == "free_benchmark":
             self._recorder = Checker(make_config(self._values, FreeBenchmarkConfig))
             return
-        config = make_config(self._values)
+        config = make_config(self._values, Config)
         check_task(config)
         self._recorder = Recorder(config)
 

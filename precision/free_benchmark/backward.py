@@ -23,7 +23,7 @@ from precision.free_benchmark.examine import (
 )
 from precision.free_benchmark.findings import Finding, not_checked
 from precision.free_benchmark.perturb import is_activation, map_tensors
-from precision.free_benchmark.rerun import Call, CannotRerun, widen, widest
+from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
 from precision.gradients import CallGradients, edges
 
 Gradients = List[Optional[Tensor]]
@@ -62,7 +62,7 @@ class BackwardCheck:
         self._keep, self._unobserved = keep, unobserved
         try:
             self._call.done()
-        except CannotRerun as reason:
+        except CannotRerunError as reason:
             self._report([not_checked(str(reason))])
             return
         if self._places and any(output.requires_grad for output in outputs):
@@ -90,10 +90,10 @@ class BackwardCheck:
             again, made, condition = self._again
             other = again[index]
             if other is None:
-                raise CannotRerun("it gave no gradient the second time")
+                raise CannotRerunError("it gave no gradient the second time")
             with self._unobserved(), torch.no_grad():
                 self._report([self._judge(index, gradient, other, made, condition)])
-        except CannotRerun as reason:
+        except CannotRerunError as reason:
             self._report([not_checked(str(reason))])
 
     def _report(self, found: list[Finding]) -> None:
@@ -103,7 +103,7 @@ class BackwardCheck:
     def _judge(self, index: int, gradient: Tensor, other: Tensor, made: float, condition: float) -> Finding:
         mode = self._examiner.mode
         if gradient.shape != other.shape:
-            raise CannotRerun(f"its gradient has another shape the second time: {tuple(other.shape)}")
+            raise CannotRerunError(f"its gradient has another shape the second time: {tuple(other.shape)}")
         if mode in NOISE_MODES:
             return noise_finding(index, gradient, distance(other, gradient).overall, made)
         if mode in PRECISE_MODES:
@@ -126,11 +126,11 @@ class BackwardCheck:
         if mode in NOISE_MODES:
             changed, incoming, made = self._perturbed(given, self._incoming, self._examiner.change)
             if made == 0.0:
-                raise CannotRerun(NO_CHANGE)
+                raise CannotRerunError(NO_CHANGE)
             return self._run(changed, incoming), made, math.nan
         target = widest(given)
         if target is None:
-            raise CannotRerun("no floating-point number among its inputs")
+            raise CannotRerunError("no floating-point number among its inputs")
         device = CPU if mode == "to_cpu" else None
         wide = widen(given, target, device)
         incoming = widen(self._incoming, target, device)
@@ -189,7 +189,7 @@ class BackwardCheck:
                     allow_unused=True,
                 )
             except RuntimeError as error:
-                raise CannotRerun(
+                raise CannotRerunError(
                     f"its gradient can't be computed again: {str(error).splitlines()[0][:160]}"
                 ) from error
         return list(found)

@@ -20,7 +20,7 @@ from precision.free_benchmark.findings import NOT_CHECKED, Finding, Record, not_
 from precision.free_benchmark.fix import Fixer
 from precision.free_benchmark.pieces import piece_count
 from precision.free_benchmark.preheat import Preheat
-from precision.free_benchmark.rerun import Call, CannotRerun, call_name
+from precision.free_benchmark.rerun import Call, CannotRerunError, call_name
 from precision.free_benchmark.rotation import Rotation
 from precision.free_benchmark.summary import Summary
 from precision.free_benchmark.where import ModulePaths
@@ -142,13 +142,13 @@ class Checker:
         name = f"{api.key}.{number}"
         try:
             call = Call(api, function, args, kwargs)
-        except CannotRerun as reason:
+        except CannotRerunError as reason:
             self._keep(name, "forward", [not_checked(str(reason))])
             return function(*args, **kwargs)
         if self.config.handler_type == "fix":
-            result, reason = self._fixer.run(call, args, kwargs)
-            if reason:
-                self._keep(name, "forward", [not_checked(reason)])
+            result, why_not = self._fixer.run(call, args, kwargs)
+            if why_not:
+                self._keep(name, "forward", [not_checked(why_not)])
             else:
                 self.summary.replaced += 1
             return result
@@ -190,7 +190,7 @@ class Checker:
             found = self._examiner.examine(call, result, part)
             self.summary.checked += 1
             return self._preheat.settle(call, result, found)
-        except CannotRerun as reason:
+        except CannotRerunError as reason:
             return [not_checked(str(reason))]
 
     def _watch_backward(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ class FreeBenchmarkConfig(Config):
     """
 
     task: Literal["free_benchmark"] = "free_benchmark"  # type: ignore[assignment]
-    level: Literal["L1", "graph"] = "L1"  # type: ignore[assignment]
+    level: Literal["L1", "graph"] = "L1"
     handler_type: HandlerType = "check"
     pert_mode: PertMode = "improve_precision"
     fuzz_device: FuzzDevice = "npu"
@@ -69,9 +69,3 @@ class FreeBenchmarkConfig(Config):
         if self.fuzz_stage == "backward" and self.pert_mode in ("round_mode", "condition"):
             raise ValueError(f"pert_mode {self.pert_mode} works on the forward stage, not on backward")
         return self
-
-
-SECTION_KEYS = tuple(key for key in FreeBenchmarkConfig.model_fields if key not in Config.model_fields) + (
-    "scope",
-    "list",
-)

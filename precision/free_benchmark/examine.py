@@ -14,7 +14,7 @@ from precision.free_benchmark.distance import ZERO, Distance, distance, same_bit
 from precision.free_benchmark.findings import Finding
 from precision.free_benchmark.perturb import Noise, flip_last_bit, is_activation, map_tensors, swap_ends
 from precision.free_benchmark.pieces import Piece, piece, piece_count
-from precision.free_benchmark.rerun import Call, CannotRerun, widen, widest
+from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
 from precision.free_benchmark.rounding import ROUND_MODES, round_to
 from precision.interception import tensors_in
 
@@ -49,7 +49,7 @@ class Examiner:
             part: only this piece of a call that has several (see pieces).
 
         Raises:
-            CannotRerun: when it can't be judged, with the reason.
+            CannotRerunError: when it can't be judged, with the reason.
         """
         if self.mode in PRECISE_MODES:
             return self.against_wider(call, result, part, CPU if self.mode == "to_cpu" else None)
@@ -93,7 +93,7 @@ class Examiner:
     def _wider(self, call: Call, cut: Piece, device: torch.device | None) -> tuple[Any, Any]:
         target = widest((cut.args, cut.kwargs))
         if target is None:
-            raise CannotRerun(NO_FLOATS)
+            raise CannotRerunError(NO_FLOATS)
         args, kwargs = widen((cut.args, cut.kwargs), target, device)
         return args, kwargs
 
@@ -125,12 +125,12 @@ class Examiner:
     def _against_noise(self, call: Call, result: Any, part: int | None) -> list[Finding]:
         outputs = outputs_of(result)
         if not any(output.is_floating_point() for output in outputs):
-            raise CannotRerun(NO_RESULT)
+            raise CannotRerunError(NO_RESULT)
         cut = _cut(call, part)
         args, kwargs, made = _perturb(cut.args, cut.kwargs, self.change)
         if made == 0.0:
             found = any(is_activation(tensor) for tensor in tensors_in((cut.args, cut.kwargs)))
-            raise CannotRerun(NO_CHANGE if found else NO_ACTIVATION)
+            raise CannotRerunError(NO_CHANGE if found else NO_ACTIVATION)
         again = call.again(args, kwargs)
         return [
             noise_finding(place, outputs[place], distance(theirs, ours).overall, made)
@@ -163,7 +163,7 @@ class Examiner:
             if ours.is_floating_point() and torch.finfo(theirs.dtype).bits > torch.finfo(ours.dtype).bits:
                 found.append(_rounding_finding(place, ours, theirs))
         if not found:
-            raise CannotRerun("its result is not narrower than the one it is compared with")
+            raise CannotRerunError("its result is not narrower than the one it is compared with")
         return found
 
     def _condition(self, call: Call, result: Any) -> list[Finding]:
@@ -182,11 +182,11 @@ class Examiner:
             if not finding.flagged and number > limits.CONDITION:
                 finding = finding._replace(
                     verdict=findings.ILL_CONDITIONED,
-                    reason=f"a relative change of its inputs comes out {number:.3g} times as large; the kernel is right",
+                    reason=f"a change of its inputs comes out {number:.3g} times as large, and the kernel is right",
                 )
             found.append(finding)
         if not found:
-            raise CannotRerun(NO_RESULT)
+            raise CannotRerunError(NO_RESULT)
         return found
 
 
@@ -215,20 +215,20 @@ def _perturb(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tupl
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """The tensors of a result; CannotRerun when there are none."""
+    """The tensors of a result; CannotRerunError when there are none."""
     outputs = list(tensors_in(result))
     if not outputs:
-        raise CannotRerun("no tensor among its results")
+        raise CannotRerunError("no tensor among its results")
     return outputs
 
 
 def _pairs(result: Any, again: Any) -> list[tuple[int, Tensor, Tensor]]:
     ours, theirs = outputs_of(result), list(tensors_in(again))
     if len(ours) != len(theirs):
-        raise CannotRerun(f"it gave {len(theirs)} tensors the second time instead of {len(ours)}")
+        raise CannotRerunError(f"it gave {len(theirs)} tensors the second time instead of {len(ours)}")
     for one, other in zip(ours, theirs):
         if one.shape != other.shape:
-            raise CannotRerun(f"its result has another shape the second time: {tuple(other.shape)}")
+            raise CannotRerunError(f"its result has another shape the second time: {tuple(other.shape)}")
     return [(place, *pair) for place, pair in enumerate(zip(ours, theirs))]
 
 

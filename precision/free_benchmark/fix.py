@@ -11,7 +11,7 @@ from precision.free_benchmark.config import FreeBenchmarkConfig
 from precision.free_benchmark.examine import CPU, NO_FLOATS
 from precision.free_benchmark.perturb import map_tensors
 from precision.free_benchmark.pieces import piece, piece_count
-from precision.free_benchmark.rerun import Call, CannotRerun, widen, widest
+from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
 from precision.interception import tensors_in
 
 
@@ -39,7 +39,7 @@ class Fixer:
                 call.done()
                 self._dtypes[key] = [tensor.dtype for tensor in tensors_in(plain)]
             return self._better(call, self._dtypes[key]), ""
-        except CannotRerun as reason:
+        except CannotRerunError as reason:
             if plain is None:
                 call.rewind()
                 plain = call.function(*args, **kwargs)
@@ -48,7 +48,7 @@ class Fixer:
     def _better(self, call: Call, dtypes: list[torch.dtype]) -> Any:
         target = widest((call.args, call.kwargs))
         if target is None or not dtypes:
-            raise CannotRerun(NO_FLOATS)
+            raise CannotRerunError(NO_FLOATS)
         count = piece_count(call.name, call.args)
         parts = [self._piece(call, number, count, target, dtypes) for number in range(count)]
         return parts[0] if count == 1 else torch.cat(parts, dim=-1)
@@ -57,7 +57,7 @@ class Fixer:
         cut = piece(call.name, number, count, call.args, call.kwargs)
         result = call.again(*widen((cut.args, cut.kwargs), target, self._device))
         if len(list(tensors_in(result))) != len(dtypes):
-            raise CannotRerun("it gave another number of tensors the second time")
+            raise CannotRerunError("it gave another number of tensors the second time")
         rest = iter(dtypes)
         home = call.inputs[0].device
 

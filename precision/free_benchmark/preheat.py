@@ -8,7 +8,7 @@ from precision.free_benchmark import findings
 from precision.free_benchmark.config import FreeBenchmarkConfig
 from precision.free_benchmark.examine import CPU, Examiner
 from precision.free_benchmark.findings import Finding
-from precision.free_benchmark.rerun import Call, CannotRerun
+from precision.free_benchmark.rerun import Call, CannotRerunError
 
 # A learned limit is this much above the largest error that the CPU has confirmed.
 MARGIN = 1.5
@@ -44,7 +44,7 @@ class Preheat:
         self._taken[call.key] = self._taken.get(call.key, 0) + 1
         try:
             confirmed = self._examiner.against_wider(call, result, device=CPU)
-        except CannotRerun:
+        except CannotRerunError:
             # without a second opinion the first one stands
             return found
         right = {finding.output_index for finding in confirmed if not finding.flagged}

@@ -12,8 +12,11 @@ from precision.free_benchmark.perturb import map_tensors
 from precision.interception import COLLECTIVES, tensors_in
 from precision.names import Api
 
-_WRITING_OPERATORS = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __ipow__".split())
-_WRITING_OPERATORS |= frozenset("__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imod__ set_ copy_ resize_".split())
+_WRITING_OPERATORS = """
+    __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __ipow__ __imod__
+    __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+"""
+_WRITING = frozenset(_WRITING_OPERATORS.split())
 _ONCE = {name: "a collective runs once: the other ranks don't take part a second time" for name in COLLECTIVES}
 _ONCE["npu_mm_all_reduce_base"] = _ONCE["all_reduce"]
 _ONCE["backward"] = "it frees the graph it runs through"
@@ -27,7 +30,7 @@ WIDER = {
 }
 
 
-class CannotRerun(Exception):
+class CannotRerunError(Exception):
     """Why a call is not run again; the report says it."""
 
 
@@ -45,15 +48,16 @@ class Call:
     def __init__(self, api: Api, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """
         Raises:
-            CannotRerun: for calls that can't be made twice.
+            CannotRerunError: for calls that can't be made twice.
         """
         self.key = api.key
         self.name = call_name(api)
         if self.name in _ONCE:
-            raise CannotRerun(_ONCE[self.name])
+            raise CannotRerunError(_ONCE[self.name])
         self.function = function
         self.in_place = writes(self.name, function, args, kwargs)
-        self.args, self.kwargs = map_tensors((args, kwargs), _copy) if self.in_place else (args, kwargs)
+        self.args: tuple[Any, ...] = map_tensors(args, _copy) if self.in_place else args
+        self.kwargs: dict[str, Any] = map_tensors(kwargs, _copy) if self.in_place else kwargs
         self.inputs = list(tensors_in((args, kwargs)))
         self._versions = [_version(tensor) for tensor in self.inputs]
         self._generators = Generators(self.inputs, kwargs.get("generator"))
@@ -63,34 +67,34 @@ class Call:
         """The call itself has been made.
 
         Raises:
-            CannotRerun: when it wrote to an input of which there is no copy.
+            CannotRerunError: when it wrote to an input of which there is no copy.
         """
         self.random = self._generators.moved()
         if not self.in_place:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CannotRerun when an input was written to since the call."""
+        """Raise CannotRerunError when an input was written to since the call."""
         if [_version(tensor) for tensor in self.inputs] != self._versions:
             _learned.add(self.function)
-            raise CannotRerun("it wrote to an input without saying so; from its next call on it is run on copies")
+            raise CannotRerunError("it wrote to an input without saying so; from its next call on it is run on copies")
 
     def again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call with other arguments; random numbers are those of the first time.
 
         Raises:
-            CannotRerun: when the function refuses them.
+            CannotRerunError: when the function refuses them.
         """
         try:
             if not self.random:
                 return self.function(*args, **kwargs)
             with self._generators.as_before():
                 return self.function(*args, **kwargs)
-        except CannotRerun:
+        except CannotRerunError:
             raise
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:160]
-            raise CannotRerun(f"{type(error).__name__}: {text}") from error
+            raise CannotRerunError(f"{type(error).__name__}: {text}") from error
 
     def rewind(self) -> None:
         """Put the generators back to where they were before the call."""
@@ -158,7 +162,7 @@ _inplace_places: dict[Any, int | None] = {}
 
 def writes(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call writes to one of its inputs, as far as its name and arguments tell."""
-    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING_OPERATORS:
+    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
         return True
     if kwargs.get("inplace") is True or kwargs.get("out") is not None or function in _learned:
         return True
@@ -183,7 +187,7 @@ def widen(value: Any, target: torch.dtype, device: torch.device | None = None) -
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
-            raise CannotRerun("its weight is packed for one dtype (oneDNN layout)")
+            raise CannotRerunError("its weight is packed for one dtype (oneDNN layout)")
         if tensor.dtype.is_floating_point:
             return tensor.to(device=device, dtype=target)
         if tensor.is_complex():

@@ -300,7 +300,7 @@ def test_a_config_file_with_a_section_per_task(tmp_path: Path) -> None:
         ({"token_range": [3, 1]}, "0 <= first <= last"),
         ({"rank": "0"}, "rank = '0'"),
         ({"task": "structure", "summary_mode": "md5"}, "reads no tensor"),
-        ({"hook_name": "hook"}, "there is 'dump'"),
+        ({"hook_name": "hook"}, "there are 'dump' and 'free_benchmark'"),
     ],
 )
 def test_a_wrong_option_names_the_valid_ones(options: dict[str, Any], message: str) -> None:
