@@ -60,8 +60,13 @@ def main(
 
     Exit status: 0 the same but for rounding, 1 different, 2 the check could not be made.
     """
-    with user_errors():
-        passed = run(model_path, output, dtype, device, prompts, new_tokens, graph, force)
+    try:
+        with user_errors():
+            passed = run(model_path, output, dtype, device, prompts, new_tokens, graph, force)
+    except click.ClickException as error:
+        # 1 says that the models differ
+        error.exit_code = 2
+        raise
     sys.exit(0 if passed else 1)
 
 
