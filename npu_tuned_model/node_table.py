@@ -69,7 +69,7 @@ def count_nodes(
 ) -> dict[str, NodeTable]:
     """The tables of "prefill" and "decode"; in a process that has torch_npu.
 
-    Two graphs of each step are built, for models of 2 and of 3 layers: what the third layer adds is a layer's nodes.
+    Two graphs of each step are built, for models of 1 and of 2 layers: what the second adds is a layer's nodes.
 
     Args:
         config: of the model; its number of layers doesn't matter.
@@ -82,7 +82,7 @@ def count_nodes(
     from npu_tuned_model.simulate.unset_model import run_steps, unset_model
 
     counts: dict[int, list[Counter[str]]] = {}
-    for layers in (2, 3):
+    for layers in (1, 2):
         model = unset_model(config, layers, options, dtype)
         model.attention = attention
         model.run_graph(graph_options)
@@ -90,9 +90,9 @@ def count_nodes(
             run_steps(model, batch=batch, prompt=prompt, capacity=prompt + new_tokens, decode_steps=1)
         counts[layers] = [Counter(_kind(node.kind) for node in graph.working_nodes()) for graph in graphs]
     tables = {}
-    for phase, two, three in zip(PHASES, counts[2], counts[3]):
-        layer = Counter({kind: three[kind] - two[kind] for kind in three if three[kind] != two[kind]})
-        tables[phase] = NodeTable(layer, Counter({kind: n for kind in two if (n := two[kind] - 2 * layer[kind])}))
+    for phase, one, two in zip(PHASES, counts[1], counts[2]):
+        layer = two - one
+        tables[phase] = NodeTable(layer, one - layer)
     return tables
 
 

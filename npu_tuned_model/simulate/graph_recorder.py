@@ -24,7 +24,7 @@ class Node:
     Attributes:
         kind: its operator, "MatMul", "Scatter", ...
         inputs: names of the nodes that its inputs come from, in order; "" for one that is left out.
-        shape: of its first result, -1 where it is not known before the graph runs.
+        shape: of an input of the graph, -1 where it is not known before; what others give only the engine works out.
         integers: its attributes that are integers, "sparse_mode", "layout", ...
     """
 

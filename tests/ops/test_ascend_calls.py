@@ -7,90 +7,16 @@ wheels declare them.
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vendor_schemas import OPERATORS, VERSIONS, vendor_schemas
 
 from npu_tuned_model import ops
 from npu_tuned_model.ops import ascend, attention_calls, dispatch, portable
 
-TAIL_PFA = (
-    "Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? pse_shift=None, int[]? actual_seq_lengths=None, "
-    "Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? deq_scale2=None, Tensor? quant_scale2=None, "
-    "Tensor? quant_offset2=None, int num_heads=1, float scale_value=1., int pre_tokens=2147483647, "
-    "int next_tokens=0, str input_layout='BSH', int num_key_value_heads=0, int[]? actual_seq_lengths_kv=None, "
-    "int sparse_mode=0"
-)
-TAIL_IFA = (
-    "Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? pse_shift=None, SymInt[]? actual_seq_lengths=None, "
-    "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? block_table=None, "
-    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, "
-    "Tensor? quant_offset2=None, Tensor? kv_padding_size=None, int num_heads=1, float scale_value=1., "
-    "str input_layout='BSH', int num_key_value_heads=0, int block_size=0, int inner_precise=1"
-)
-TAIL_FIA = (
-    "Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, "
-    "SymInt[]? actual_seq_lengths_kv=None, Tensor? dequant_scale1=None, Tensor? quant_scale1=None, "
-    "Tensor? dequant_scale2=None, Tensor? quant_scale2=None, Tensor? quant_offset2=None, "
-    "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? key_antiquant_scale=None, "
-    "Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, Tensor? value_antiquant_offset=None, "
-    "Tensor? block_table=None, Tensor? query_padding_size=None, Tensor? kv_padding_size=None, "
-    "Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, SymInt[]? actual_shared_prefix_len=None, "
-    "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? key_rope_antiquant_scale=None, int num_heads=1, "
-    "float scale=1., int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout='BSH', "
-    "int num_key_value_heads=0, int sparse_mode=0, int inner_precise=0, int block_size=0, int antiquant_mode=0, "
-    "int key_antiquant_mode=0, int value_antiquant_mode=0, bool softmax_lse_flag=False"
-)
-QKV = "Tensor query, Tensor key, Tensor value, *, "
-COMMON = {
-    "npu_rms_norm": "Tensor input, Tensor gamma, float epsilon=1e-06",
-    "npu_add_rms_norm": "Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06",
-    "scatter_update_": "Tensor input, Tensor indices, Tensor updates, int axis",
-    "npu_prompt_flash_attention": QKV + TAIL_PFA,
-    "npu_incre_flash_attention": QKV + TAIL_IFA,
-    "npu_fused_infer_attention_score": QKV + TAIL_FIA,
-    "npu_swiglu": "Tensor input, int dim=-1",
-    "npu_trans_quant_param": "Tensor scale, Tensor? offset=None, int? round_mode=0",
-}
-ROPE = "Tensor query, Tensor key, Tensor cos, Tensor sin, str layout={}, str rotary_mode='half'"
-WEIGHT_QUANT = (
-    "Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None, Tensor? quant_scale=None, "
-    "Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0, int inner_precise=0"
-)
-QUANT_MATMUL = (
-    "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, Tensor? bias=None, "
-)
-ALL_REDUCE = (
-    "Tensor x1, Tensor x2, str hcom, *, str reduce_op='sum', Tensor? bias=None, Tensor? antiquant_scale=None, "
-    "Tensor? antiquant_offset=None, Tensor? x3=None, Tensor? dequant_scale=None, Tensor? pertoken_scale=None, "
-    "Tensor? comm_quant_scale_1=None, Tensor? comm_quant_scale_2=None, int antiquant_group_size=0, int comm_turn=0"
-)
-DYNAMIC_QUANT = "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
-SCHEMAS = {
-    "2.1.0.post17": {
-        **COMMON,
-        "npu_apply_rotary_pos_emb": ROPE.format("'BSH'"),
-        "npu_rotary_mul": "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half'",
-        "npu_weight_quant_batchmatmul": WEIGHT_QUANT,
-        "npu_quant_matmul": QUANT_MATMUL + "ScalarType? output_dtype=None, SymInt[]? group_sizes=None",
-        "npu_mm_all_reduce_base": ALL_REDUCE,
-        "npu_dynamic_quant": DYNAMIC_QUANT + "ScalarType? dst_type=None",
-    },
-    "2.13.0": {
-        **COMMON,
-        "npu_apply_rotary_pos_emb": ROPE.format("'BSND'"),
-        "npu_rotary_mul": "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
-        "npu_weight_quant_batchmatmul": WEIGHT_QUANT + ", int? weight_dtype=None",
-        "npu_quant_matmul": QUANT_MATMUL
-        + "int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, int? pertoken_scale_dtype=None, "
-        "int? scale_dtype=None, SymInt[]? group_sizes=None, Tensor? y_scale=None",
-        "npu_mm_all_reduce_base": ALL_REDUCE + ", SymInt[]? group_sizes=None, int? y_dtype=None",
-        "npu_dynamic_quant": DYNAMIC_QUANT + "int? dst_type=None, str quant_mode='pertoken', float dst_type_max=0.0",
-    },
-}
 # Left at their default these give wrong or different results, so every call must spell them out.
 SPELLED_OUT = {
     "npu_rms_norm": {"epsilon"},
@@ -142,11 +68,11 @@ def vendor(monkeypatch):
 
 
 def assert_binds(name: str, positional: tuple, keyword: dict) -> None:
-    for version, schemas in SCHEMAS.items():
-        before, _, after = schemas[name].partition("*, ")
-        leading = re.findall(r"(\w+)(?=[=,]|$)(?:=[^,]*)?", before.rstrip(", "))
-        names = {argument.split("=")[0].split()[-1] for argument in (before + after).split(", ") if argument.strip()}
+    for version in VERSIONS:
+        arguments = vendor_schemas(version)[name].arguments
+        leading = [argument.name for argument in arguments if not argument.kwarg_only]
         assert len(positional) <= len(leading), f"{version}: {name} takes {len(leading)} positional arguments"
+        names = {argument.name for argument in arguments}
         assert set(keyword) <= names - set(leading[: len(positional)]), f"{version}: {name} has no such argument"
     assert SPELLED_OUT.get(name, set()) <= set(keyword)
 
@@ -186,7 +112,7 @@ def test_one_call_that_both_releases_accept(vendor, op, positional, keyword):
 
 
 def test_every_public_op_is_called_here():
-    assert {call[0] for call in CALLS} == set(ops.__all__) - {"compressed_causal_mask"}
+    assert {call[0] for call in CALLS} == set(OPERATORS)
 
 
 def test_next_tokens_and_lists_reach_the_vendor(vendor):
