@@ -3,6 +3,7 @@
 
 #include "cpu_kernels_attention.h"
 #include "cpu_kernels_linear.h"
+#include "cpu_kernels_prompt.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -38,6 +39,27 @@ Tensor cache_attention(const Tensor& query, const Tensor& key, const Tensor& val
   const int64_t stride = query.size(2) * query.size(3);
 #pragma omp parallel
   attention.share(from, stride, key, value, length, to, stride, Worker());
+  return result;
+}
+
+// query (batch, sequence, heads, head_dim), key and value (batch, sequence, kv_heads, head_dim), head rows contiguous
+// -> (batch, sequence, heads, head_dim); row i attends to rows 0..i.
+Tensor causal_attention(const Tensor& query, const Tensor& key, const Tensor& value, double scale) {
+  PromptAttention attention(query, key, value, scale);
+  Tensor result = at::empty(query.sizes(), query.options());
+  auto* to = result.mutable_data_ptr<BFloat16>();
+  const int64_t all_kv = query.size(0) * attention.kv_heads, all_heads = query.size(0) * attention.heads;
+#pragma omp parallel
+  {
+#pragma omp for
+    for (int64_t i = 0; i < all_kv * attention.tiles; i++) attention.pack(i / attention.tiles, i % attention.tiles);
+    // the longest rows first, so that no thread is left with one of them at the end
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < all_heads * attention.tiles; i++) {
+      const int64_t head = i % all_heads;
+      attention.attend(head / attention.heads, head % attention.heads, attention.tiles - 1 - i / all_heads, to);
+    }
+  }
   return result;
 }
 
@@ -228,6 +250,7 @@ Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorLi
 TORCH_LIBRARY_FRAGMENT(npu_tuned_model, library) {
   library.def("few_rows_linear(Tensor rows, Tensor blocks, Tensor bias, int out_features) -> Tensor");
   library.def("cache_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale) -> Tensor");
+  library.def("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor");
   library.def(
       "decode_step(Tensor embedded, Tensor positions, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
       "Tensor cos, Tensor sin, Tensor norm, Tensor head, int vocabulary, int heads, float epsilon) -> Tensor");
@@ -236,5 +259,6 @@ TORCH_LIBRARY_FRAGMENT(npu_tuned_model, library) {
 TORCH_LIBRARY_IMPL(npu_tuned_model, CPU, library) {
   library.impl("few_rows_linear", &few_rows_linear);
   library.impl("cache_attention", &cache_attention);
+  library.impl("causal_attention", &causal_attention);
   library.impl("decode_step", &decode_step);
 }

@@ -9,7 +9,6 @@
 namespace {
 
 constexpr int64_t kTile = 64;  // KV slots whose scores are held at a time
-constexpr int64_t kMaxHeadDim = 256;
 
 // Online softmax (arXiv 2205.14135) of one query head over a part of the slots. `sums` keeps, for each 32 features,
 // the 16 even ones before the 16 odd ones: the order in which bfloat16 pairs widen.

@@ -12,13 +12,12 @@ namespace {
 constexpr int64_t kBlock = 64;  // output features that oneDNN keeps side by side
 constexpr int64_t kRegisters = kBlock / kLanes;  // vector registers for one row of a block
 
-// One block of 64 output features for kRows rows. `weight` holds, for each pair of input features, the 64 pairs.
+// sums += kRows rows times one block of 64 columns. The rows are `stride` pairs apart; `weight` holds, for each pair of
+// input features, the 64 columns' pairs.
 template <int kRows>
-void linear_block(const uint32_t* rows, int64_t pairs, const uint32_t* weight, const BFloat16* bias, BFloat16* to,
-                  int64_t to_stride, int64_t features) {
+void add_products(const uint32_t* rows, int64_t stride, int64_t pairs, const uint32_t* weight,
+                  __m512 (&sums)[kRows][kRegisters]) {
   constexpr int64_t kAhead = 32 * kBlock;  // how far ahead of the multiplication memory is asked for the weight
-  __m512 sums[kRows][kRegisters];
-  for (auto& row : sums) std::fill(row, row + kRegisters, _mm512_setzero_ps());
   for (int64_t pair = 0; pair < pairs; pair++) {
     __m512bh columns[kRegisters];
     for (int64_t r = 0; r < kRegisters; r++) {
@@ -27,10 +26,19 @@ void linear_block(const uint32_t* rows, int64_t pairs, const uint32_t* weight, c
       columns[r] = (__m512bh)_mm512_loadu_si512(from);
     }
     for (int row = 0; row < kRows; row++) {
-      const __m512bh input = (__m512bh)_mm512_set1_epi32(static_cast<int>(rows[row * pairs + pair]));
+      const __m512bh input = (__m512bh)_mm512_set1_epi32(static_cast<int>(rows[row * stride + pair]));
       for (int64_t r = 0; r < kRegisters; r++) sums[row][r] = _mm512_dpbf16_ps(sums[row][r], columns[r], input);
     }
   }
+}
+
+// One block of 64 output features for kRows rows.
+template <int kRows>
+void linear_block(const uint32_t* rows, int64_t pairs, const uint32_t* weight, const BFloat16* bias, BFloat16* to,
+                  int64_t to_stride, int64_t features) {
+  __m512 sums[kRows][kRegisters];
+  for (auto& row : sums) std::fill(row, row + kRegisters, _mm512_setzero_ps());
+  add_products<kRows>(rows, pairs, pairs, weight, sums);
   for (int64_t r = 0; r < kRegisters && r * kLanes < features; r++) {
     const auto mask = static_cast<__mmask16>((1u << std::min<int64_t>(features - r * kLanes, kLanes)) - 1);
     const __m512 shift = bias ? widen(bias + r * kLanes, mask) : _mm512_setzero_ps();

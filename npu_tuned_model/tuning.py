@@ -30,7 +30,7 @@ class TuningOptions:
         fused_gate_up: one matmul for gate and up, and SwiGLU as one operator.
         packed_weights: weights are stored in the layout the device's matmul wants (oneDNN blocks on a CPU, input-major
             on an NPU); the plain layout is dropped.
-        native_kernels: decode's matmuls and attention are C++ kernels (packed bfloat16 weights, CPU with AVX512-BF16).
+        native_kernels: attention and decode's matmuls are C++ kernels (packed bfloat16 weights, CPU with AVX512-BF16).
         tiling_sink: tiling of dynamic shapes runs on the device (torchair graphs only).
     """
 
@@ -107,7 +107,7 @@ def what_is_in_force(
         "fused_qkv": "one matmul",
         "fused_gate_up": f"one matmul, SwiGLU: {how}",
         "packed_weights": "oneDNN layout" if device.type == "cpu" else "input-major layout",
-        "native_kernels": "C++ with AVX512-BF16: decode's matmuls and attention",
+        "native_kernels": "C++ with AVX512-BF16: attention, and decode's matmuls",
         "tiling_sink": "torchair",
     }
     inactive = {}
@@ -182,12 +182,13 @@ def select_ops(options: TuningOptions) -> OpTable:
     rotary = ops if options.fused_rope else composed
     attention = ops if options.flash_attention else composed
     native = options.native_kernels and options.flash_attention
+    prompt_attention = cpu_kernels.prompt_flash_attention if native else attention.npu_prompt_flash_attention
     decode_attention = cpu_kernels.incre_flash_attention if native else attention.npu_incre_flash_attention
     return OpTable(
         rms_norm=norms.npu_rms_norm,
         add_rms_norm=norms.npu_add_rms_norm,
         apply_rotary_pos_emb=rotary.npu_apply_rotary_pos_emb,
-        prompt_flash_attention=attention.npu_prompt_flash_attention,
+        prompt_flash_attention=prompt_attention,
         incre_flash_attention=decode_attention,
         project_qkv=_fused_qkv if options.fused_qkv else _separate_qkv,
         gate_up_swiglu=_fused_gate_up if options.fused_gate_up else _separate_gate_up,

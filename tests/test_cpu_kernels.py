@@ -1,4 +1,4 @@
-"""The C++ kernels of decode against float64, inside the model, and what is said when they can't be had."""
+"""The C++ kernels against float64, inside the model, and what is said when they can't be had."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_tuned_model import TuningOptions, cpu_kernels
+from npu_tuned_model import TuningOptions, cpu_kernels, ops
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.linear import PACKING_ROWS, PackedLinear
-from npu_tuned_model.ops.portable_attention import windowed_decode
+from npu_tuned_model.ops.portable_attention import causal_prefill, windowed_decode
 from tests.models import padded_batch, save, stock_model, tiny_config, tuned_model
 
 HAS_THE_INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
@@ -96,6 +96,45 @@ def test_attention_is_as_exact_as_its_inputs(batch, kv_heads, group, head_dim, w
     clean = caches.nan_to_num()[:, :, :window].double()
     expected = windowed_decode(query.double(), clean[0], clean[1], lengths, scale=scale)
     assert ((result.double() - expected).abs() <= BF16_ROUNDING * expected.abs() + 1e-5).all()
+
+
+@needs_the_instructions
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    length=st.sampled_from([1, 3, 64, 65, 130, 200]),
+    kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3]),
+    head_dim=st.sampled_from([32, 64, 96, 128, 256]),
+    scale=st.sampled_from([0.125, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_prompt_attention(batch, length, kv_heads, group, head_dim, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    heads = kv_heads * group
+    # one tensor, as the fused projection makes it: rows of a head are contiguous, tokens are not
+    merged = torch.randn(batch, length, heads + 2 * kv_heads, head_dim, generator=generator).bfloat16()
+    query, key, value = merged.split([heads, kv_heads, kv_heads], dim=2)
+    result = prompt_attention(query, key, value, scale)
+    wide = [part.double() for part in (query, key, value)]
+    expected = causal_prefill(*wide, scale=scale)
+    largest = wide[2].abs().cummax(dim=1).values.repeat_interleave(group, dim=2)  # what a rounded probability may move
+    assert ((result.double() - expected).abs() <= BF16_ROUNDING * (expected.abs() + largest)).all()
+
+
+def prompt_attention(query, key, value, scale, **changes):
+    arguments = {"input_layout": "BSND", "num_heads": query.shape[2], "num_key_value_heads": key.shape[2]}
+    arguments.update({"atten_mask": ops.compressed_causal_mask(torch.device("cpu")), "sparse_mode": 3, **changes})
+    return cpu_kernels.prompt_flash_attention(query, key, value, scale_value=scale, **arguments)
+
+
+@needs_the_instructions
+def test_a_prompt_that_is_not_causal_goes_to_the_portable_operator():
+    query, key, value = torch.randn(3, 1, 5, 2, 32).bfloat16()
+    full = prompt_attention(query, key, value, 1.0, atten_mask=None, sparse_mode=0, next_tokens=2147483647)
+    scores = torch.einsum("bqnd,bknd->bnqk", query.double(), key.double()).softmax(-1)
+    expected = torch.einsum("bnqk,bknd->bqnd", scores, value.double())
+    torch.testing.assert_close(full.double(), expected, rtol=0.02, atol=0.02)
 
 
 def decode_attention(query, key, value, lengths, scale, **more):
