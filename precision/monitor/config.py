@@ -169,7 +169,7 @@ def make_monitor_config(values: Dict[str, Any]) -> MonitorConfig:
     return config
 
 
-def read_monitor_file(path: Union[str, "os.PathLike[str]"]) -> Dict[str, Any]:
+def read_monitor_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
     """The values of a JSON file.
 
     Raises:

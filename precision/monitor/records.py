@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ KINDS = (
 )
 SCALAR_KINDS = ("generation", "loss")
 MICRO_STEP_KINDS = ("actv", "actv_grad")
+# Appended to the names of a module that is called again in the same forward pass.
+_REPEATED = re.compile(r"\.call\d+$")
 
 
 class Record(NamedTuple):
@@ -60,4 +63,4 @@ def module_of(kind: str, name: str) -> str:
     """The module that a row's name belongs to."""
     if kind in SCALAR_KINDS:
         return name
-    return name.rpartition(".")[0]
+    return _REPEATED.sub("", name).rpartition(".")[0]

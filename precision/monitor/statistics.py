@@ -42,6 +42,11 @@ class Transfer:
                 self._event = getattr(torch, device.type).Event()
                 self._event.record()
 
+    @property
+    def ready(self) -> bool:
+        """Whether rows() needn't wait."""
+        return self._event is None or bool(self._event.query())
+
     def rows(self) -> list[list[float]]:
         """One row of figures (in the order of OPS) for each number that Batch.add returned; waits for the device."""
         if self._host is None:
@@ -99,6 +104,16 @@ class Batch:
         if lasting:
             self._known.put(tensor, number)
         return number
+
+    def add_values(self, values: Tensor) -> int:
+        """Let scalars travel with the figures: (count,) values, each the first of a row; returns the first row."""
+        first = self._count
+        count = values.shape[0]
+        self._count += count
+        self._order += range(first, first + count)
+        unknown = values.new_full((count, len(OPS) - 1), math.nan, dtype=self._wide)
+        self._parts.append(torch.cat([values.to(self._wide)[:, None], unknown], dim=1))
+        return first
 
     def send(self) -> Transfer:
         """Start the transfer of everything added so far, and begin anew."""

@@ -18,8 +18,8 @@ _EVERYTHING = dict.fromkeys(SIDES, "all")
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel, DataParallel or a DeepSpeed engine."""
     wrappers = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "PipelineEngine")
-    while type(model).__name__ in wrappers and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    while type(model).__name__ in wrappers:
+        model = model.get_submodule("module")
     return model
 
 
