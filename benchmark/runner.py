@@ -35,7 +35,7 @@ from npu_tuned_model.checkpoint_layout import check_tp_size, converted_tp_size
 from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
 from npu_tuned_model.errors import UserError
-from npu_tuned_model.graph import has_cpp_compiler
+from npu_tuned_model.graph import GraphOptions, has_cpp_compiler
 from npu_tuned_model.kv_cache import FixedKVCache
 from npu_tuned_model.npu_setup import NpuSetup, PreparedSetup, prepare_weights, set_up
 from npu_tuned_model.tuning import InForce, what_is_in_force
@@ -59,6 +59,8 @@ class Settings:
     rounds: int
     check_finite: bool
     setup: NpuSetup
+    graph: GraphOptions
+    attention: str
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
     model = _load_tuned(prepared, notes, console)
     prepare_weights(prepared.process, model)
     model.freeze_gc = settings.setup.frozen_gc
+    model.attention = settings.attention
     load_peak = memory.read_bytes()
     if settings.check_finite:
         console.print("Checking every layer's results for NaN and Inf (eager, not timed)")
@@ -157,7 +160,7 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
             generate(model, workload, device=device)
         notes.append("--check_finite: no NaN or Inf in any layer's result over one whole generation")
     if graph:
-        model.run_graph()
+        model.run_graph(settings.graph)
 
     memory.reset()
     tuned = Subject(TUNED, model)
@@ -294,7 +297,24 @@ def _in_force(prepared: Prepared, model: Any) -> list[InForce]:
         tied=prepared.config.tie_word_embeddings,
         why_no_native_kernels=model.why_no_native_kernels(),
     )
-    return rows + prepared.process.in_force()
+    return rows + _npu_graph_rows(prepared.settings.graph, model) + prepared.process.in_force()
+
+
+def _npu_graph_rows(options: GraphOptions, model: Any) -> list[InForce]:
+    """Which attention operators an NPU runs, and how its graphs are made."""
+    if model.device.type != "npu":
+        return []
+    rows = [InForce("attention", True, True, str(model.attention_plan()))]
+    if model.steps.backend == "torchair":
+        cache = options.compile_cache
+        rows += [
+            InForce("graph_mode", True, True, options.torchair_mode),
+            InForce("frozen_parameter", options.frozen_parameter, options.frozen_parameter, "weights stay in place"),
+            InForce(
+                "compile_cache", cache is not None, cache is not None, "switched off" if cache is None else str(cache)
+            ),
+        ]
+    return rows
 
 
 def _graphs(model: Any) -> Counter[str]:

@@ -19,6 +19,13 @@ import torch
 from npu_tuned_model.version import __version__
 
 
+def default_folder() -> Path:
+    """Where the commands keep compiled graphs: in the user's cache folder."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("npu-tuned-qwen2")) / "torchair"
+
+
 def fingerprint(*parts: object) -> str:
     """A short name for everything that graphs depend on: releases, chip, this package's code, and `parts`."""
     import torch_npu
