@@ -95,16 +95,11 @@ def single_report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "report.json"
 
 
-@pytest.mark.parametrize("kind", ["plain", "converted"])
-def test_two_ranks_report_what_one_generates(model: Path, single_report: Path, tmp_path: Path, kind: str) -> None:
-    folder = model
-    if kind == "converted":
-        folder = tmp_path / "converted"
-        Conversion(model, folder, tp_size=2, max_shard_bytes=10**9).write()
+def test_two_ranks_report_what_one_generates(model: Path, single_report: Path, tmp_path: Path) -> None:
     code, out = finish(
         launch(
             2,
-            f"--model_path={folder}",
+            f"--model_path={model}",
             "--max_new_tokens=6",
             f"--output_dir={tmp_path / 'out'}",
             f"--single_report={single_report}",
