@@ -30,6 +30,7 @@ from npu_tuned_model.checkpoint_layout import (
     split_name,
 )
 from npu_tuned_model.errors import CheckpointError
+from npu_tuned_model.lora import LoraAdapter
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Old checkpoints carry this table; the model computes its own.
@@ -46,6 +47,7 @@ def load_weights(
     on_ready: Callable[[str, nn.Module], None] | None = None,
     shard: Shard = WHOLE,
     converted: bool = False,
+    adapter: LoraAdapter | None = None,
 ) -> None:
     """Fill `model`, built on the meta device, with the weights of `folder`.
 
@@ -62,16 +64,20 @@ def load_weights(
             replace the module in its parent; nothing here refers to the module afterwards.
         shard: the part of the weights that `model` holds; of the files, only this part is read.
         converted: whether the checkpoint holds the fused rows, laid out for `shard.size` ranks.
+        adapter: added to the weights, in their dtype.
 
     Raises:
-        CheckpointError: damaged files; weights that are missing or left over, have another shape, or are quantised.
+        CheckpointError: damaged files; weights that are missing or left over, have another shape, or are quantised;
+            an adapter of another model.
             All of these are found before the first weight is read, except a `lm_head.weight` that differs from the
             embedding it should be tied to.
         ValueError: a parameter is not on the meta device, or a fused one does not fit `model.config`.
     """
     source = WeightSource(folder)
-    filler = _Filler(model, dtype, device, on_ready, shard, converted)
+    filler = _Filler(model, dtype, device, on_ready, shard, converted, adapter)
     filler.expect(folder, source.tensors)
+    if adapter is not None:
+        adapter.check({name: stored.shape for name, stored in source.tensors.items()})
     with torch.no_grad():
         for name, tensor in source:
             filler.take(name, tensor)
@@ -141,7 +147,9 @@ class _Filler:
         on_ready: Callable[[str, nn.Module], None] | None,
         shard: Shard,
         converted: bool,
+        adapter: LoraAdapter | None,
     ) -> None:
+        self.adapter = adapter
         self.model, self.dtype, self.device, self.on_ready = model, dtype, device, on_ready
         # Tied embeddings are one target in two places.
         self.places: dict[str, list[str]] = defaultdict(list)
@@ -181,6 +189,10 @@ class _Filler:
         part = tensor.narrow(piece.dim, piece.start, piece.length)
         if (target, piece.target_start) not in self.placed:
             destination.copy_(part)
+            if self.adapter is not None:
+                change = self.adapter.change(name, piece.dim, piece.start, piece.length)
+                if change is not None:
+                    destination += change.to(destination)
             self.placed.add((target, piece.target_start))
         elif not _same(destination, part):
             raise CheckpointError(

@@ -18,6 +18,7 @@ from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
 from npu_tuned_model.errors import CheckpointError, UserError
 from npu_tuned_model.linear import packer_for
+from npu_tuned_model.lora import LoraAdapter
 from npu_tuned_model.tensor_parallel import EmbeddingShard, TensorParallel, connect, shard_model
 from npu_tuned_model.tuning import TuningOptions
 
@@ -34,6 +35,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     options: TuningOptions | None = None,
     parallel: TensorParallel | None = None,
+    lora: str | os.PathLike[str] | None = None,
 ) -> Qwen2ForCausalLM:
     """Load a Hugging Face checkpoint of Qwen1.5, Qwen2 or Qwen2.5 (dense), fused while it streams.
 
@@ -46,6 +48,7 @@ def load_model(
         options: which optimisations are on; by default all.
         parallel: this process's place among the ranks that hold the model together; each reads and holds its part
             only. By default this process holds all of it.
+        lora: folder of a LoRA adapter in PEFT's format, to be merged into the weights of a plain checkpoint.
 
     Returns:
         the model in evaluation mode; eager until ``model.run_graph()`` is called.
@@ -62,6 +65,9 @@ def load_model(
     config = read_config(folder)
     shard = WHOLE if parallel is None else parallel.shard
     converted = _take_layout(folder, config, shard.size)
+    adapter = None if lora is None else LoraAdapter(lora)
+    if adapter is not None and converted:
+        raise UserError("an adapter is merged into a plain checkpoint, and this one is converted: load the plain one")
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype)
     dtype = dtype or config.torch_dtype or torch.bfloat16
@@ -77,7 +83,14 @@ def load_model(
         shard_model(model, parallel)
     packer = _LayerPacker(model, device, dtype)
     checkpoint.load_weights(
-        model, folder, dtype=dtype, device=device, on_ready=packer, shard=shard, converted=converted
+        model,
+        folder,
+        dtype=dtype,
+        device=device,
+        on_ready=packer,
+        shard=shard,
+        converted=converted,
+        adapter=adapter,
     )
     if parallel is not None and parallel.size > 1:
         connect(model, parallel)
