@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import padded_batch, save, stock_model, tiny_config, tuned_model
 
 from npu_tuned_model import TuningOptions, cpu_kernels, ops
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.linear import PACKING_ROWS, PackedLinear
 from npu_tuned_model.ops.portable_attention import causal_prefill, windowed_decode
-from tests.models import padded_batch, save, stock_model, tiny_config, tuned_model
 
 HAS_THE_INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 needs_the_instructions = pytest.mark.skipif(not HAS_THE_INSTRUCTIONS, reason="this CPU has no AVX512-BF16")
