@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,18 +167,19 @@ def prepare_weights(prepared: PreparedSetup, model: nn.Module) -> None:
     if not prepared.setup.nz_weights or "nz_weights" in prepared.not_done:
         return
     sliced = _sliced_layers(model)
-    layers = {
-        name: module
+    names = [
+        name
         for name, module in model.named_modules()
         if isinstance(module, InputMajorLinear) and name.rpartition(".")[2] not in sliced
-    }
-    if not layers:
+    ]
+    if not names:
         prepared.not_done["nz_weights"] = "no layer holds an input-major weight (packed_weights off)"
         return
-    for name, layer in layers.items():
+    for name in names:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, TiledLinear(layer))
-    prepared.done["nz_weights"] = f"FRACTAL_NZ in {len(layers)} linear layers"
+        plain = cast(InputMajorLinear, model.get_submodule(name))
+        setattr(model.get_submodule(parent), child, TiledLinear(plain))
+    prepared.done["nz_weights"] = f"FRACTAL_NZ in {len(names)} linear layers"
 
 
 def _sliced_layers(model: Any) -> set[str]:
