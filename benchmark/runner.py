@@ -61,6 +61,7 @@ class Settings:
     setup: NpuSetup
     graph: GraphOptions
     attention: str
+    lora: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def prepare(
     check_tp_size(config, ranks.size)
     if settings.compare and converted_tp_size(config) is not None:
         raise UserError(f"stock transformers can't read the converted checkpoint {folder}: pass --compare=none")
+    if settings.lora is not None and (settings.compare or settings.ablation):
+        raise UserError("--lora changes the tuned model only: pass --compare=none and no --ablation")
     tokenizer = load_tokenizer(folder)
     workload = make_workload(
         tokenizer,
@@ -255,6 +258,7 @@ def _model_entry(prepared: Prepared) -> dict[str, Any]:
         "vocabulary": prepared.config.vocab_size,
         "tied_embeddings": bool(prepared.config.tie_word_embeddings),
         "dtype": prepared.settings.dtype,
+        "lora": None if prepared.settings.lora is None else str(prepared.settings.lora),
     }
 
 
@@ -281,6 +285,7 @@ def _load_tuned(prepared: Prepared, notes: list[str], console: Console) -> Any:
             dtype=prepared.dtype,
             options=TuningOptions(),
             parallel=prepared.ranks.parallel,
+            lora=prepared.settings.lora,
         )
     for warning in caught:
         notes.append(str(warning.message))

@@ -198,6 +198,13 @@ def test_a_prompt_beyond_the_context(small_run: Run, tmp_path: Path) -> None:
     assert_refused(small_run(f"--prompts={tmp_path}/prompts.txt"), "500 tokens", "context is 160")
 
 
+def test_an_adapter_is_merged_or_refused(small_run: Run, tmp_path: Path) -> None:
+    arguments = ["--execute_mode=eager", f"--lora={tmp_path}", f"--output_dir={tmp_path / 'out'}"]
+    outcome = small_run("--compare=stock", *arguments)
+    assert_refused(outcome, "--lora changes the tuned model only", "--compare=none")
+    assert_refused(small_run(*arguments, "--compare=none"), "is no LoRA adapter")
+
+
 def test_weights_that_are_not_finite_are_named(small_run: Run, damaged: Path, tmp_path: Path) -> None:
     weights = load_file(str(damaged / "model.safetensors"))
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
