@@ -28,7 +28,7 @@ _OPTIONS = (
         type=click.Path(path_type=Path),
         help="UTF-8 file with one prompt per line, or a JSON list of strings.",
     ),
-    click.option("--lora", type=click.Path(path_type=Path), help="LoRA adapter in PEFT's format, merged while loading."),
+    click.option("--lora", type=click.Path(path_type=Path), help="LoRA adapter (PEFT) to merge while loading."),
     click.option("--rounds", type=_positive(), default=3, show_default=True),
     click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result."),
     click.option(
