@@ -87,7 +87,8 @@ class _ModuleHook:
         self.needs_before = self._input is not None or self._input_grad is not None
         self._checked: set[str] = set()
         self._pass = -1
-        self._calls = 0
+        # calls in this pass, and recomputations of them
+        self._calls = self._recomputed = 0
         # input edges of the calls that haven't returned, innermost last
         self._edges: list[list[Any]] = []
 
@@ -108,13 +109,16 @@ class _ModuleHook:
             return
         self._owner.ran.add(self._name)
         if self._pass != collector.passes:
-            self._pass, self._calls = collector.passes, 0
+            self._pass, self._calls, self._recomputed = collector.passes, 0, 0
         if self._output is not None and not _in_backward():
             self._add("actv", "output", self._select(self._output, "output", result))
         wants_gradients = self._input_grad is not None or self._output_grad is not None
         if wants_gradients and torch.is_grad_enabled():
             self._catch(result)
-        self._calls += 1
+        if _in_backward():
+            self._recomputed += 1
+        else:
+            self._calls += 1
 
     def _catch(self, result: Any) -> None:
         if self._output_grad is not None:
@@ -144,7 +148,8 @@ class _ModuleHook:
                 collector.add(kind, name, tensor, micro_step, self._vpp_stage)
 
     def _names(self, side: str, count: int) -> list[str]:
-        again = f".call{self._calls}" if self._calls and self._pass == self._collector.passes else ""
+        calls = self._recomputed if _in_backward() else self._calls
+        again = f".call{calls}" if calls and self._pass == self._collector.passes else ""
         if count == 1:
             return [f"{self._name}.{side}{again}"]
         return [f"{self._name}.{side}_{place}{again}" for place in range(count)]

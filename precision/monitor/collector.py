@@ -80,12 +80,17 @@ class Collector:
         with torch.no_grad():
             parts = [(records, batch.send()) for batch, records in self._batches.values() if records]
         step = Step(number, parts, self._scalars)
+        # the batches' working memory stays
+        self._batches = {device: (batch, []) for device, (batch, _) in self._batches.items()}
         self.drop()
         return step
 
     def drop(self) -> None:
-        """Begin anew."""
-        self._batches = {}
+        """Begin anew, without what hasn't been sent."""
+        for batch, records in self._batches.values():
+            if records:
+                batch.clear()
+                records.clear()
         self._scalars = []
         self.micro_step = -1
 

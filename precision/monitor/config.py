@@ -6,13 +6,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Union
+from typing import Any, Dict, List, Literal, Optional, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from precision.config import expand_numbers
 from precision.errors import PrecisionError
-from precision.monitor.statistics import OPS
 
 Op = Literal["norm", "min", "max", "mean", "zeros", "nans"]
 SIDES = ("input", "output", "input_grad", "output_grad")
@@ -100,7 +99,7 @@ class MonitorConfig(BaseModel):
     mv_distribution: bool = False
     param_distribution: bool = False
     generation: bool = False
-    ops: List[Op] = Field(default_factory=lambda: list(OPS))
+    ops: List[Op] = Field(default_factory=lambda: list(get_args(Op)))
     eps: float = Field(1e-8, ge=0)
     ndigits: int = Field(6, ge=1, le=17)
     format: Literal["csv", "tensorboard", "both"] = "csv"

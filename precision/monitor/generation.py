@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from precision.monitor.collector import Collector
-from precision.monitor.statistics import norms
 
 
 def add_generation(collector: Collector, result: Any) -> None:
@@ -29,7 +28,9 @@ def add_generation(collector: Collector, result: Any) -> None:
     layers = list(cache_layers(_field(result, "past_key_values")))
     if layers:
         names = [f"kv.{layer}.{side}.norm" for layer in range(len(layers)) for side in ("key", "value")]
-        collector.add_values("generation", names, norms([tensor for pair in layers for tensor in pair]))
+        # a bfloat16 cache's norm in bfloat16 would keep three digits
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for pair in layers for tensor in pair]
+        collector.add_values("generation", names, torch.stack(norms))
 
 
 def certainty(logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ at once, in pieces that stay in the cache. Sums run in float32 (float64 for floa
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterable
+from typing import Any, Iterable
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ STAGED_BYTES = 2 << 20
 class Transfer:
     """Figures on their way to the host."""
 
-    def __init__(self, order: list[int], parts: list[Tensor]) -> None:
+    def __init__(self, order: list[int], parts: list[Tensor], host_rows: dict[int, list[float]]) -> None:
         self._order = order
+        self._host_rows = host_rows
         self._event: Any = None
         self._host: Tensor | None = None
         if parts:
@@ -49,14 +50,14 @@ class Transfer:
 
     def rows(self) -> list[list[float]]:
         """One row of figures (in the order of OPS) for each number that Batch.add returned; waits for the device."""
-        if self._host is None:
-            return []
-        if self._event is not None:
-            self._event.synchronize()
-        values = self._host.tolist()
-        rows: list[list[float]] = [[]] * len(values)
-        for place, number in enumerate(self._order):
-            rows[number] = values[place]
+        rows: list[list[float]] = [[]] * (len(self._order) + len(self._host_rows))
+        for number, figures in self._host_rows.items():
+            rows[number] = figures
+        if self._host is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            for number, figures in zip(self._order, self._host.tolist()):
+                rows[number] = figures
         return rows
 
 
@@ -78,8 +79,8 @@ class Batch:
         self._wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._wanted = frozenset(ops)
         self._eps = eps
-        self._piece = HOST_PIECE if self._on_host else DEVICE_PIECE
-        self._start()
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self.clear()
 
     def add(self, tensor: Tensor, *, lasting: bool = False) -> int:
         """Measure a tensor as it is now; returns the number of its row.
@@ -99,8 +100,14 @@ class Batch:
             if known is not None:
                 return known
         self._count += 1
-        self._order.append(number)
-        self._parts.append(self._measure_large(tensor))
+        values = dense(tensor)
+        values = values.abs() if values.is_complex() else values
+        on_host = self._on_host_figures(values) if self._on_host and values.numel() else None
+        if on_host is not None:
+            self._host_rows[number] = on_host
+        else:
+            self._order.append(number)
+            self._parts.append(self._measure_large(values))
         if lasting:
             self._known.put(tensor, number)
         return number
@@ -118,14 +125,16 @@ class Batch:
     def send(self) -> Transfer:
         """Start the transfer of everything added so far, and begin anew."""
         self._reduce_staged()
-        transfer = Transfer(self._order, self._parts)
-        self._start()
+        transfer = Transfer(self._order, self._parts, self._host_rows)
+        self.clear()
         return transfer
 
-    def _start(self) -> None:
+    def clear(self) -> None:
+        """Begin anew."""
         self._count = 0
         self._order: list[int] = []
         self._parts: list[Tensor] = []
+        self._host_rows: dict[int, list[float]] = {}
         self._staged: dict[tuple[torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         self._staged_bytes = 0
         self._known: KnownTensors[int] = KnownTensors(same_layout=False, devices_across_steps=False)
@@ -153,16 +162,46 @@ class Batch:
         self._staged = {}
         self._staged_bytes = 0
 
-    def _measure_large(self, tensor: Tensor) -> Tensor:
-        values = dense(tensor)
-        if values.is_complex():
-            values = values.abs()
+    def _on_host_figures(self, values: Tensor) -> list[float] | None:
+        """The figures of a large tensor on the host, None when it isn't finite: reading back costs nothing there."""
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        buffer = self._buffers.get(wide)
+        if buffer is None:
+            # kept, since new memory costs more than the work on it
+            buffer = self._buffers[wide] = torch.empty(HOST_PIECE, dtype=wide)
+        wanted = self._wanted
+        squares = total = above = 0.0
+        lows, highs = [], []
+        for piece in _flat(values).split(HOST_PIECE):
+            work = buffer[: piece.numel()]
+            row = piece if piece.dtype == wide else work.copy_(piece)
+            if wanted & {"norm", "nans", "zeros", "min", "max"}:
+                norm = torch.linalg.vector_norm(row).item()
+                if not math.isfinite(norm):
+                    return None
+                squares += norm * norm
+            if "min" in wanted:
+                lows.append(row.amin().item())
+            if "max" in wanted:
+                highs.append(row.amax().item())
+            if "mean" in wanted:
+                total += row.sum().item()
+            if "zeros" in wanted:
+                # comparing into a float tensor and adding it up is several times faster than counting booleans
+                torch.abs(row, out=work)
+                above += torch.ge(work, self._eps, out=work).sum().item()
+        size = values.numel()
+        figures = {"norm": math.sqrt(squares), "mean": total / size, "zeros": (size - above) / size, "nans": 0.0}
+        figures.update(min=min(lows, default=math.nan), max=max(highs, default=math.nan))
+        return [figures[op] if op in wanted else math.nan for op in OPS]
+
+    def _measure_large(self, values: Tensor) -> Tensor:
         size = values.numel()
         if size == 0:
-            return torch.full((1, len(OPS)), math.nan, dtype=self._wide, device=tensor.device)
+            return torch.full((1, len(OPS)), math.nan, dtype=self._wide, device=values.device)
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        length = min(self._piece, size)
-        buffer = torch.empty(1, length, dtype=wide, device=tensor.device)
+        length = min(DEVICE_PIECE, size)
+        buffer = torch.empty(1, length, dtype=wide, device=values.device)
         pieces = []
         for piece in _flat(values).split(length):
             row = buffer[:, : piece.numel()]
@@ -204,11 +243,7 @@ class Batch:
 
 def _flat(values: Tensor) -> Tensor:
     """All elements in one dimension, in any order, without a copy where the tensor has no gaps."""
+    if values.is_contiguous():
+        return values.view(-1)
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     return values.permute(order).reshape(-1)
-
-
-def norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norms of tensors of one device, computed in float32, in one kernel where the device has it."""
-    function: Callable[..., Any] = torch._foreach_norm
-    return torch.stack([norm.float() for norm in function(tensors)])
