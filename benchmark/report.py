@@ -1,4 +1,7 @@
-"""A report on the console: tables of what was in force, how fast it was, and how it compares."""
+"""A report on the console: tables of what was in force, how fast it was, and how it compares.
+
+``python -m benchmark.report A.json B.json`` compares two earlier reports (compare_reports.py).
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,8 @@ def _print_comparison(comparison: dict[str, Any], console: Console) -> None:
         console.print(line, style="bold" if speed else "", markup=False, highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def report_table(title: str, *columns: str) -> Table:
+    """An empty table in the report's style."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column)
@@ -166,7 +170,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = _table(title, "", "")
+    table = report_table(title, "", "")
     table.show_header = False
     for name, value in rows:
         table.add_row(name, escape(value))
@@ -174,7 +178,7 @@ def _pairs(title: str, rows: list[tuple[str, str]]) -> Table:
 
 
 def _in_force(rows: list[dict[str, Any]]) -> Table:
-    table = _table("What is in force", "optimisation", "asked for", "active", "how, or why not")
+    table = report_table("What is in force", "optimisation", "asked for", "active", "how, or why not")
     for row in rows:
         active = "[green]yes[/green]" if row["active"] else "[yellow]no[/yellow]"
         table.add_row(row["name"], "yes" if row["asked"] else "no", active, escape(row["why"]))
@@ -189,7 +193,7 @@ def figures_title(environment: dict[str, Any]) -> str:
 
 def _figures(report: dict[str, Any]) -> Table:
     variants = report["variants"]
-    table = _table(figures_title(report["environment"]), "", *variants)
+    table = report_table(figures_title(report["environment"]), "", *variants)
     for key, label, form in ROWS:
         values = [spread(variant["summary"].get(key), form) for variant in variants.values()]
         table.add_row(label, *values)
@@ -197,7 +201,9 @@ def _figures(report: dict[str, Any]) -> Table:
 
 
 def _ablation(rows: list[dict[str, Any]]) -> Table:
-    table = _table("Ablation, each row adds to the one above: prefill / decode, ms", "optimisation", "eager", "graph")
+    table = report_table(
+        "Ablation, each row adds to the one above: prefill / decode, ms", "optimisation", "eager", "graph"
+    )
     for row in rows:
         table.add_row(row["optimisation"], ablation_cell(row["eager"]), ablation_cell(row["graph"]))
     return table
@@ -209,3 +215,9 @@ def ablation_cell(figures: dict[str, Any] | None) -> str:
         return "–"
     decode = figures["decode_ms"]
     return f"{figures['prefill_ms']['median']:.1f} / {'–' if decode is None else format(decode['median'], '.2f')}"
+
+
+if __name__ == "__main__":
+    from benchmark.compare_reports import main
+
+    main()
