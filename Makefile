@@ -1,13 +1,14 @@
 # Two commands are all a newcomer needs; each makes its own environment in .venv first.
 #   make benchmark   run the main job on this machine's CPU, beside stock transformers
 #   make test        run every check and every test
+# make test-ascend runs that part of the tests that has the released torch_npu, on stub CANN libraries.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: benchmark test lint clean
+.PHONY: benchmark test test-ascend lint clean
 
 # ARGS="--model_path=... --batch_size=4" reach the script
 benchmark: $(INSTALLED)
@@ -15,6 +16,9 @@ benchmark: $(INSTALLED)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-ascend: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ascend tests/simulate --dist load $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

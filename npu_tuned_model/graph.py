@@ -224,6 +224,9 @@ def _torchair_config(options: GraphOptions, *, tiling_sink: bool) -> Any:
     import torchair
 
     config = torchair.CompilerConfig()
+    # defines the attention operator that takes lengths on the device; torchair itself does so when it is first called,
+    # and that would be inside a trace
+    importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
     config.mode = options.torchair_mode
     config.experimental_config.frozen_parameter = options.frozen_parameter
     config.experimental_config.tiling_schedule_optimize = tiling_sink and options.torchair_mode == "max-autotune"

@@ -39,6 +39,7 @@ class KVCache(Cache):
         capacity: tokens per row that may be stored.
         lengths: tokens stored so far in each row, known on the host (never read back from the device).
         positions: (batch,) int64 on the device, the slot and rotary position of each row's next token.
+        filled: positions + 1, the slots that hold tokens once that token is stored.
         causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
         plan: the attention operators that read the cache, and how they learn its lengths.
     """
@@ -49,6 +50,7 @@ class KVCache(Cache):
         self.plan = plan
         self.lengths: list[int] = [0] * batch
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.filled = self.positions + 1
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         # made here, outside any graph, because it is the same for every prompt
@@ -58,11 +60,12 @@ class KVCache(Cache):
         """Note the lengths of the prompts that prefill has stored."""
         self.lengths = list(lengths)
         self.positions = torch.tensor(self.lengths, dtype=torch.int64).to(self.positions.device)
+        self.filled = self.positions + 1
 
     def advance(self) -> None:
         """Note that decode has stored one more token in every row."""
         self.lengths = [length + 1 for length in self.lengths]
-        self.positions = self.positions + 1
+        self.positions, self.filled = self.filled, self.filled + 1
 
     def check_room(self, tokens: int) -> None:
         """Raise UserError when `tokens` more per row don't fit."""

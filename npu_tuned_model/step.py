@@ -146,7 +146,7 @@ def _visible(cache: KVCache, positions: Tensor, window: Window) -> dict[str, Any
     if cache.plan.lengths == "mask":
         assert isinstance(cache, FixedKVCache)
         return {"atten_mask": (cache.slot_numbers > positions[:, None])[:, None, None, :]}
-    return {"actual_seq_lengths": positions + 1}
+    return {"actual_seq_lengths": cache.filled}
 
 
 def run_layer(layer: torch.nn.Module, hidden: Tensor, residual: Tensor | None, step: Any) -> tuple[Tensor, Tensor]:

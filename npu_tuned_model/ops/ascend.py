@@ -133,10 +133,9 @@ def _fused_infer_op(device_lengths: bool) -> Any:
     """The eager op takes lengths as lists; torchair's twin, for max-autotune graphs only, as device tensors."""
     if not device_lengths:
         return _torch_npu().npu_fused_infer_attention_score
-    # plain `import torchair` gives a proxy object, which can't be traced
-    from torch_npu.dynamo import torchair
-
-    return torchair.ops.npu_fused_infer_attention_score
+    # torchair.ops.npu_fused_infer_attention_score under its dispatcher name, which a graph can be traced through;
+    # graph.py loads it before it compiles
+    return torch.ops.air.npu_fused_infer_attention_score
 
 
 def npu_dynamic_quant(

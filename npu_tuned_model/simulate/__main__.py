@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    # torch_npu would otherwise copy from a thread of its own, later than the host computes with the data
-    environment["TASK_QUEUE_ENABLE"] = "0"
     environment["NPU_STUB_REFUSE"] = "1"
     print(WHAT_IT_IS, flush=True)
     return subprocess.run(command, env=environment).returncode

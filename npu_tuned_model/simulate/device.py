@@ -72,7 +72,8 @@ class SimulatedDevice(TorchDispatchMode):
             asked = kwargs["device"]
             target = torch.device(asked) if asked is not None else device
             host_kwargs["device"] = torch.device("cpu")
-        if func.namespace == "npu":
+        # torchair's own operators ("air") are twins of torch_npu's with other types of arguments
+        if func.namespace in ("npu", "air"):
             results = host_ops.compute(func, host_args, host_kwargs, in_graph=getattr(_this_thread, "in_graph", False))
         else:
             results = func(*host_args, **host_kwargs)

@@ -57,6 +57,8 @@ def npu_environment(
     environment["PYTHONPATH"] = _prepend([wheel, package], environment.get("PYTHONPATH"))
     environment["LD_LIBRARY_PATH"] = _prepend([stubs], environment.get("LD_LIBRARY_PATH"))
     environment["ASCEND_HOME_PATH"] = environment["ASCEND_OPP_PATH"] = str(stubs)
+    # what torch_npu would do on a thread of its own is then done before the next operator is computed
+    environment["TASK_QUEUE_ENABLE"] = "0"
     environment["NPU_STUB_SOC"] = soc
     environment["NPU_STUB_DEVICES"] = str(devices)
     return environment

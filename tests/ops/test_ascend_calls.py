@@ -148,13 +148,12 @@ def test_prompt_and_incremental_attention_refuse_length_tensors_on_an_npu(vendor
 
 
 def test_fused_attention_gives_length_tensors_to_torchairs_op(vendor, monkeypatch):
-    torchair = Recorder("torchair")
-    torchair.ops = Recorder("torchair.ops")
-    monkeypatch.setitem(sys.modules, "torch_npu.dynamo", SimpleNamespace(torchair=torchair))
+    torchair_ops = Recorder("torch.ops.air")
+    monkeypatch.setattr(torch.ops, "air", torchair_ops)
     lengths = torch.tensor([6, 2])
     ops.npu_fused_infer_attention_score(Q, KV, KV, **HEADS, scale=1.0, actual_seq_lengths_kv=lengths)
     assert vendor.calls == []
-    ((name, positional, keyword),) = torchair.ops.calls
+    ((name, positional, keyword),) = torchair_ops.calls
     assert name == "npu_fused_infer_attention_score"
     assert keyword["actual_seq_lengths_kv"] is lengths
     assert_binds(name, positional, keyword)
