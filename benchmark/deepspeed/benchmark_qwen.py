@@ -61,7 +61,7 @@ def main(
 
     with user_errors(), errors_of_rank():
         single = None if single_report is None else read_single(single_report)
-        ranks, device_name, process = join(device, setup, timeout_s)
+        ranks, device_name, process = join(device, setup, timeout_s, graph=options["execute_mode"] == "dynamo")
         first = ranks.shard.rank == 0
         console = Console(quiet=not first)
         settings = runner.Settings(device=device_name, compare=False, ablation=False, setup=setup, **options)

@@ -60,12 +60,14 @@ def share_cores(ranks_here: int) -> None:
         torch.set_num_threads(max(cores // ranks_here, 1))
 
 
-def join(device: str, setup: NpuSetup, timeout_s: float) -> tuple[Ranks, str, PreparedSetup]:
+def join(device: str, setup: NpuSetup, timeout_s: float, *, graph: bool) -> tuple[Ranks, str, PreparedSetup]:
     """Set this process up and join the other ranks.
 
     Args:
         device: "auto", "cpu", "cuda" or "npu".
         setup: cores and HCCL's variables are settled before the ranks meet.
+        graph: whether the model runs as graphs. On a CPU they sum through gloo: ranks that had DeepSpeed's operator in
+            a graph were seen waiting for each other for minutes.
         timeout_s: after which a sum over the ranks that one of them doesn't answer ends this process with an error.
 
     Returns:
@@ -94,7 +96,7 @@ def join(device: str, setup: NpuSetup, timeout_s: float) -> tuple[Ranks, str, Pr
     if torch.distributed.get_world_size() == 1:
         return Ranks(), name, process
     all_reduce, how = sum_over_ranks, _BACKENDS[kind]
-    if kind == "cpu" and _has_shared_memory_sum(deepspeed, ranks_here):
+    if kind == "cpu" and not graph and _has_shared_memory_sum(deepspeed, ranks_here):
         all_reduce, how = _shared_memory_sum, "DeepSpeed's sum in shared memory"
     return Ranks(TensorParallel.of_process_group(all_reduce), how), name, process
 
