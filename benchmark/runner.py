@@ -298,6 +298,7 @@ def _in_force(prepared: Prepared, model: Any) -> list[InForce]:
         model.options,
         prepared.device,
         model.steps.backend,
+        model.steps.torchair_mode,
         packed=model.is_packed(),
         tied=prepared.config.tie_word_embeddings,
         why_no_native_kernels=model.why_no_native_kernels(),

@@ -81,6 +81,7 @@ def what_is_in_force(
     options: TuningOptions,
     device: torch.device,
     graph_backend: str | None,
+    torchair_mode: str | None = None,
     *,
     packed: bool,
     tied: bool,
@@ -90,6 +91,7 @@ def what_is_in_force(
 
     Args:
         graph_backend: name of the graph back end, or None in eager mode.
+        torchair_mode: how torchair compiles, where it does.
         packed: whether the model's linear layers hold packed weights.
         tied: whether the output layer shares the embedding's weight.
         why_no_native_kernels: None when decode runs on the C++ kernels.
@@ -119,6 +121,8 @@ def what_is_in_force(
         inactive["native_kernels"] = why_no_native_kernels
     if graph_backend != "torchair":
         inactive["tiling_sink"] = "needs a torchair graph on an NPU"
+    elif torchair_mode != "max-autotune":
+        inactive["tiling_sink"] = f"needs torchair's max-autotune; {torchair_mode} replays captured kernels"
     if not options.flash_attention:
         inactive["kv_lengths"] = "needs flash_attention"
     if not options.fixed_kv_cache:
