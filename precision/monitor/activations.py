@@ -22,13 +22,15 @@ class ActivationHooks:
     """The hooks of one model, until remove().
 
     Attributes:
-        ran: names of the modules that were called.
+        names: of the watched modules.
+        ran: of those that were called.
         misfits: what didn't fit its selector any more after the first call, by module and side.
     """
 
     def __init__(
         self, model: nn.Module, sides_by_name: dict[str, dict[str, str]], collector: Collector, vpp_stage: int
     ) -> None:
+        self.names = list(sides_by_name)
         self.ran: set[str] = set()
         self.misfits: set[str] = set()
         self._open: list[CallGradients] = []

@@ -369,11 +369,12 @@ class Monitor:
         if self._ran_checked or not self._activations:
             return
         self._ran_checked = True
-        ran = sum(len(hooks.ran) for hooks in self._activations)
-        if ran < self._hooked:
+        unseen = [name for hooks in self._activations for name in hooks.names if name not in hooks.ran]
+        if unseen:
+            shown = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
             self._note(
-                f"{self._hooked - ran} of {self._hooked} watched modules didn't run in step {self._step}; modules "
-                "inside compiled graphs or fused kernels can't be seen: run the model eagerly to watch them"
+                f"{len(unseen)} of {self._hooked} watched modules weren't called in step {self._step} ({shown}); inside "
+                "compiled graphs and fused kernels they can't be seen: run the model eagerly to watch them"
             )
 
     # the configuration

@@ -29,11 +29,17 @@ def watched(model: nn.Module, config: MonitorConfig) -> dict[str, dict[str, str]
     Raises:
         PrecisionError: for a module that there isn't, with the nearest names.
     """
-    names = {name for name, _ in model.named_modules()}
+    modules = dict(model.named_modules())
+    # ModuleList and its kin only hold others and are never called
+    names = {name for name, module in modules.items() if type(module).forward is not nn.Module.forward}
     result: dict[str, dict[str, str]] = {name: _EVERYTHING for name in sorted(names)} if config.all_xy else {}
     for name, target in config.targets.items():
         if name not in names:
-            raise PrecisionError(f"no module {name!r} to watch; the nearest are {', '.join(_nearest(name, names))}")
+            nearest = ", ".join(_nearest(name, names))
+            if name in modules:
+                kind = type(modules[name]).__name__
+                raise PrecisionError(f"{name!r} is a {kind}, which is never called; watch what is in it: {nearest}")
+            raise PrecisionError(f"no module {name!r} to watch; the nearest are {nearest}")
         result[name] = _sides(target)
     if config.forward_only or config.backward_only:
         kept = SIDES[:2] if config.forward_only else SIDES[2:]

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -145,13 +146,13 @@ def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, pe
     plain = trainer(lambda model, optimizer: lambda: None)
     for name, setting in settings.items():
         folder = scratch / name.replace(" ", "-")
-        runs = {"plain": plain, "ours": trainer(lambda *both: attach_ours(folder, setting, *both))}
+        runs = {"plain": plain, "ours": trainer(partial(attach_ours, folder, setting))}
         if peer:
             first = folder.with_name(folder.name + "-first")
-            runs["msprobe v1"] = trainer(lambda *both: attach_first(first, setting, *both))
+            runs["msprobe v1"] = trainer(partial(attach_first, first, setting))
             if name in SECOND:
                 second = folder.with_name(folder.name + "-second")
-                runs["msprobe v2"] = trainer(lambda *both: attach_second(second, SECOND[name], *both))
+                runs["msprobe v2"] = trainer(partial(attach_second, second, SECOND[name]))
         compare(name, runs, rounds)
 
 
