@@ -373,8 +373,8 @@ class Monitor:
         if unseen:
             shown = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
             self._note(
-                f"{len(unseen)} of {self._hooked} watched modules weren't called in step {self._step} ({shown}); inside "
-                "compiled graphs and fused kernels they can't be seen: run the model eagerly to watch them"
+                f"{len(unseen)} of {self._hooked} watched modules weren't called in step {self._step} ({shown}); "
+                "inside compiled graphs and fused kernels they can't be seen: run the model eagerly to watch them"
             )
 
     # the configuration

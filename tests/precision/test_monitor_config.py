@@ -100,9 +100,14 @@ def test_a_selector_that_doesnt_fit_stops_the_first_forward_pass(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pattern = message.replace("(", r"\(").replace(")", r"\)").replace("[1]", r"\[1\]")
     monitor = Monitor(output_dir=tmp_path, quiet=True, page=False, targets={"head": target})
-    with pytest.raises(PrecisionError, match=pattern), monitor.watch(model, optimizer):
-        model(batches(1)[0]).sum().backward()
-        optimizer.step()
+
+    def train() -> None:
+        with monitor.watch(model, optimizer):
+            model(batches(1)[0]).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(PrecisionError, match=pattern):
+        train()
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), before))
     # and the model is free again
     model(batches(1)[0])
