@@ -19,10 +19,11 @@ from precision.free_benchmark.examine import (
     Examiner,
     noise_finding,
     outputs_of,
+    perturbed,
     precision_finding,
 )
 from precision.free_benchmark.findings import Finding, not_checked
-from precision.free_benchmark.perturb import is_activation, map_tensors
+from precision.free_benchmark.perturb import made_by_noise, map_tensors
 from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
 from precision.gradients import CallGradients, edges
 
@@ -124,7 +125,7 @@ class BackwardCheck:
         if mode == "no_change":
             return self._run(given, self._incoming), 0.0, math.nan
         if mode in NOISE_MODES:
-            changed, incoming, made = self._perturbed(given, self._incoming, self._examiner.change)
+            changed, incoming, made = perturbed(given, self._incoming, self._examiner.change)
             if made == 0.0:
                 raise CannotRerunError(NO_CHANGE)
             return self._run(changed, incoming), made, math.nan
@@ -141,27 +142,11 @@ class BackwardCheck:
         # every call pays for the probes here: which of its gradients will be off is not known yet
         found = 0.0
         for _ in range(PROBES):
-            changed, shaken, made = self._perturbed(wide, incoming, self._examiner.noise.scale)
+            changed, shaken, made = perturbed(wide, incoming, (self._examiner.noise.scale, made_by_noise))
             for ours, theirs in zip(self._run(changed, shaken), exact):
                 if ours is not None and theirs is not None and made > 0.0:
                     found = max(found, distance(ours, theirs).worst / made)
         return found
-
-    def _perturbed(
-        self, given: Any, incoming: dict[int, Tensor], change: Callable[[Tensor], Tensor]
-    ) -> tuple[Any, dict[int, Tensor], float]:
-        made = 0.0
-
-        def perturb(tensor: Tensor) -> Tensor:
-            nonlocal made
-            if not is_activation(tensor):
-                return tensor
-            changed = change(tensor.detach())
-            made = max(made, distance(changed, tensor).overall)
-            return changed
-
-        changed = map_tensors(given, perturb)
-        return changed, map_tensors(incoming, perturb), made
 
     def _run(self, given: Any, incoming: dict[int, Tensor]) -> Gradients:
         """The gradients of the inputs that need one, in their order."""

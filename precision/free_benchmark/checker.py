@@ -127,6 +127,9 @@ class Checker:
             wanted = self._wanted[api] = self._may_match(api)
         if not wanted or not self.active:
             return function(*args, **kwargs)
+        if next(iter(tensors_in((args, kwargs))), None) is None:
+            self.summary.skip("no tensor among its inputs", api.key)
+            return function(*args, **kwargs)
         number = self._counts[api.key]
         self._counts[api.key] = number + 1
         self.summary.seen += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ BLOCK = 1024
 CHUNK = 1 << 18
 # A block that is tiny beside the others is measured against this share of the mean block.
 FLOOR = 0.01
-# Anything larger is a mask's filler, not a number to measure.
-HUGE = 1e18
+# What is larger than this share of the narrower dtype's largest number is a mask's filler, not a number to measure.
+FILLER = 0.5
+TINY = torch.finfo(torch.float32).tiny
 
 
 class Distance(NamedTuple):
@@ -32,6 +34,7 @@ class Distance(NamedTuple):
 
 
 ZERO = Distance(0.0, 0.0)
+APART = Distance(math.inf, math.inf)
 
 
 def distance(result: Tensor, other: Tensor) -> Distance:
@@ -51,18 +54,22 @@ def distance(result: Tensor, other: Tensor) -> Distance:
     if not result.is_floating_point():
         share = float((result != other).double().mean())
         return Distance(share, share)
-    ours, theirs = result.detach().reshape(-1), other.detach().reshape(-1)
-    norms = [_norms(*piece) for piece in zip(ours.split(CHUNK), theirs.split(CHUNK))]
-    apart, size = (torch.cat(column) for column in zip(*norms))
-    whole_apart, whole = (float(torch.linalg.vector_norm(column)) for column in (apart, size))
+    apart, size = _norms(result.detach().reshape(-1), other.detach().reshape(-1))
+    whole_apart, whole = norm_of(apart), norm_of(size)
     if whole_apart == 0.0:
         return ZERO
-    if not whole_apart < float("inf"):
-        return Distance(float("inf"), float("inf"))
-    floor = FLOOR * whole / len(size) ** 0.5
-    tiny = torch.finfo(size.dtype).tiny
-    worst = float((apart / (size + max(floor, tiny))).amax())
-    return Distance(worst, whole_apart / max(whole, tiny))
+    if not whole_apart < math.inf:
+        return APART
+    floor = max(FLOOR * whole / len(size) ** 0.5, TINY)
+    return Distance(float((apart / (size + floor)).amax()), whole_apart / max(whole, TINY))
+
+
+def norm_of(values: Tensor) -> float:
+    """The L2 norm of a floating-point tensor."""
+    if values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and values.numel() <= BLOCK:
+        return float(torch.linalg.vector_norm(values))
+    parts = [_block_norms(_wide(part)) for part in values.detach().reshape(-1).split(CHUNK)]
+    return float(torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]))
 
 
 def same_bits(result: Tensor, other: Tensor) -> bool:
@@ -81,22 +88,34 @@ def same_bits(result: Tensor, other: Tensor) -> bool:
 
 def _norms(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """L2 norms of the difference and of `theirs`, block by block."""
-    wide = torch.float64 if torch.float64 in (ours.dtype, theirs.dtype) else torch.float32
-    ours, theirs = ours.to(wide), theirs.to(wide)
-    apart, size = _block_norms(ours - theirs), _block_norms(theirs)
-    # not finite: NaN or a mask's filler somewhere, to be looked at element by element
-    if torch.isfinite(apart).all() and torch.isfinite(size).all() and float(size.amax()) < HUGE:
-        return apart, size
-    kind, other = _kind(ours), _kind(theirs)
-    regular = (kind == 0) & (other == 0)
-    gap = torch.where(regular, ours - theirs, 0)
-    gap = torch.where(kind != other, float("inf"), gap)
-    return _block_norms(gap), _block_norms(torch.where(regular, theirs, 0))
+    huge = FILLER * min(torch.finfo(ours.dtype).max, torch.finfo(theirs.dtype).max)
+    apart, size = [], []
+    for one, other in zip(ours.split(CHUNK), theirs.split(CHUNK)):
+        one, other = _wide(one), _wide(other)
+        gap, length = _block_norms(one - other), _block_norms(other)
+        if not float(torch.maximum(gap, length).amax()) < huge:
+            # NaN, infinity or a filler somewhere, or an overflow just here: to be looked at element by element
+            gap, length = _norms_of_numbers(one.double(), other.double(), huge)
+        apart.append(gap)
+        size.append(length)
+    return (apart[0], size[0]) if len(apart) == 1 else (torch.cat(apart), torch.cat(size))
 
 
-def _kind(values: Tensor) -> Tensor:
+def _norms_of_numbers(ours: Tensor, theirs: Tensor, huge: float) -> tuple[Tensor, Tensor]:
+    """The same where not everything is a number; infinite where only one side is."""
+    kind, other = _kind(ours, huge), _kind(theirs, huge)
+    gap = torch.where((kind == 0) & (other == 0), ours - theirs, 0)
+    gap = torch.where(kind != other, math.inf, gap)
+    return _block_norms(gap), _block_norms(torch.where(other == 0, theirs, 0))
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _kind(values: Tensor, huge: float) -> Tensor:
     """0 for numbers, 1 for NaN, 2 and 3 for what is as good as infinite, by sign."""
-    return values.isnan().to(torch.int8) + 2 * (values > HUGE).to(torch.int8) + 3 * (values < -HUGE).to(torch.int8)
+    return values.isnan().to(torch.int8) + 2 * (values > huge).to(torch.int8) + 3 * (values < -huge).to(torch.int8)
 
 
 def _block_norms(values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Tuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,22 @@ from precision.free_benchmark import findings, limits
 from precision.free_benchmark.config import NOISE_MODES, PRECISE_MODES, FreeBenchmarkConfig
 from precision.free_benchmark.distance import ZERO, Distance, distance, same_bits
 from precision.free_benchmark.findings import Finding
-from precision.free_benchmark.perturb import Noise, flip_last_bit, is_activation, map_tensors, swap_ends
+from precision.free_benchmark.perturb import (
+    Noise,
+    flip_last_bit,
+    is_activation,
+    made_by_noise,
+    made_by_swap,
+    map_tensors,
+    swap_ends,
+)
 from precision.free_benchmark.pieces import Piece, piece, piece_count
 from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
 from precision.free_benchmark.rounding import ROUND_MODES, round_to
 from precision.interception import tensors_in
 
+# Changes a tensor, and measures how much: (tensor, changed tensor) to relative change.
+Change = Tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], float]]
 CPU = torch.device("cpu")
 # Probes per estimate of a condition number.
 PROBES = 2
@@ -37,9 +47,11 @@ class Examiner:
         self.mode = config.pert_mode
 
     @property
-    def change(self) -> Callable[[Tensor], Tensor]:
-        """What the noise modes do to a tensor."""
-        return {"add_noise": self.noise.scale, "bit_noise": flip_last_bit, "change_value": swap_ends}[self.mode]
+    def change(self) -> Change:
+        """What the noise modes do to a tensor, and how large a change that was."""
+        if self.mode == "change_value":
+            return swap_ends, made_by_swap
+        return (flip_last_bit if self.mode == "bit_noise" else self.noise.scale), made_by_noise
 
     def examine(self, call: Call, result: Any, part: int | None = None) -> list[Finding]:
         """Run the call again and compare, one finding per output.
@@ -101,7 +113,7 @@ class Examiner:
         reference = self.references.get(call.key) if device is not None else None
         args, kwargs = map_tensors(wider, torch.clone) if call.in_place else wider
         if reference is None:
-            return call.again(args, kwargs)
+            return call.again_wider(args, kwargs)
         return reference(*args, **kwargs)
 
     def _probe(
@@ -110,7 +122,7 @@ class Examiner:
         """The condition number: the largest change of the wider result per change of the wider inputs."""
         found = 0.0
         for _ in range(PROBES):
-            args, kwargs, made = _perturb(wider[0], wider[1], self.noise.scale)
+            args, kwargs, made = perturbed(wider[0], wider[1], (self.noise.scale, made_by_noise))
             if made == 0.0:
                 return 0.0
             again = self._again_wider(call, (args, kwargs), device)
@@ -127,7 +139,7 @@ class Examiner:
         if not any(output.is_floating_point() for output in outputs):
             raise CannotRerunError(NO_RESULT)
         cut = _cut(call, part)
-        args, kwargs, made = _perturb(cut.args, cut.kwargs, self.change)
+        args, kwargs, made = perturbed(cut.args, cut.kwargs, self.change)
         if made == 0.0:
             found = any(is_activation(tensor) for tensor in tensors_in((cut.args, cut.kwargs)))
             raise CannotRerunError(NO_CHANGE if found else NO_ACTIVATION)
@@ -198,16 +210,17 @@ def _cut(call: Call, part: int | None) -> Piece:
     return piece(call.name, part % count, count, args, kwargs) if count > 1 else Piece(args, kwargs, None)
 
 
-def _perturb(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any, float]:
-    """The arguments with every activation changed, and the largest relative change that this really made."""
+def perturbed(args: Any, kwargs: Any, change: Change) -> tuple[Any, Any, float]:
+    """Nested arguments with every activation changed, and the largest relative change that this really made."""
     made = 0.0
+    make, measure = change
 
     def perturb(tensor: Tensor) -> Tensor:
         nonlocal made
         if not is_activation(tensor):
             return tensor
-        changed = change(tensor)
-        made = max(made, distance(changed, tensor).overall)
+        changed = make(tensor.detach())
+        made = max(made, measure(tensor, changed))
         return changed
 
     args, kwargs = map_tensors((args, kwargs), perturb)
@@ -270,15 +283,16 @@ def _rounding_finding(place: int, output: Tensor, exact: Tensor) -> Finding:
     # what is off by more than the two neighbours was not rounded once
     near = (round_to(exact, output.dtype, "floor") == output) | (round_to(exact, output.dtype, "ceil") == output)
     inexact &= near & torch.isfinite(exact)
+    limit = 1 - limits.AGREEMENT
     count = int(inexact.sum())
     if count == 0:
-        return _finding(place, output, 0.0, 0.5)._replace(reason="every element is exact or rounded more than once")
+        return _finding(place, output, 0.0, limit)._replace(reason="every element is exact or rounded more than once")
     shares = {
         mode: float(((round_to(exact, output.dtype, mode) == output) & inexact).sum()) / count for mode in ROUND_MODES
     }
     text = ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
     reason = f"{count / output.numel():.0%} of the elements hang on the rounding; agreement: {text}"
-    finding = _finding(place, output, 1 - max(shares["rint"], shares["away"]), 0.5)._replace(reason=reason)
+    finding = _finding(place, output, 1 - max(shares["rint"], shares["away"]), limit)._replace(reason=reason)
     best = max(shares, key=lambda mode: shares[mode])
     if best in _DIRECTED and shares[best] >= limits.AGREEMENT and finding.error > finding.limit:
         return finding._replace(verdict=findings.ROUNDING, reason=f"rounded by {best}; {reason}")

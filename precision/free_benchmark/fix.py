@@ -55,7 +55,7 @@ class Fixer:
 
     def _piece(self, call: Call, number: int, count: int, target: torch.dtype, dtypes: list[torch.dtype]) -> Any:
         cut = piece(call.name, number, count, call.args, call.kwargs)
-        result = call.again(*widen((cut.args, cut.kwargs), target, self._device))
+        result = call.again_wider(*widen((cut.args, cut.kwargs), target, self._device))
         if len(list(tensors_in(result))) != len(dtypes):
             raise CannotRerunError("it gave another number of tensors the second time")
         rest = iter(dtypes)

@@ -6,13 +6,18 @@ number survives.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
 
+from precision.free_benchmark.distance import TINY, distance, norm_of
+
 # Elements of the table of random factors; longer tensors take it several times.
 TABLE = 1 << 20
+# Elements of a tensor that the size of its noise is measured on.
+SAMPLE = 1 << 14
 # Integer type of the same width, bits of the mantissa.
 _BITS = {
     torch.bfloat16: (torch.int16, 7),
@@ -79,22 +84,23 @@ class Noise:
 
 
 def amplitude(dtype: torch.dtype) -> float:
-    """Largest relative change that add_noise makes: well above the dtype's rounding, well below 1."""
-    return float(torch.finfo(dtype).eps ** 0.8)
+    """Largest relative change that add_noise makes: above the dtype's rounding, far below 1."""
+    return float(torch.finfo(dtype).eps ** 0.9)
 
 
 def flip_last_bit(tensor: Tensor) -> Tensor:
     """The tensor with the last mantissa bit of every normal number flipped."""
     integer, mantissa = _BITS[tensor.dtype]
     bits = tensor.contiguous().view(integer)
-    # integer arithmetic throughout: comparisons and where() are many times slower on a CPU
-    magnitude = bits & torch.iinfo(integer).max
+    # integer arithmetic throughout, in place: comparisons and where() are many times slower on a CPU
     smallest = 1 << mantissa
     infinity = torch.iinfo(integer).max + 1 - smallest
-    abnormal = (magnitude - smallest) | ((infinity - 1) - magnitude)
-    # an arithmetic shift: all ones where a difference was negative
-    flip = (abnormal >> (torch.iinfo(integer).bits - 1)) + 1
-    return (bits ^ flip).view(tensor.dtype)
+    below = bits & torch.iinfo(integer).max
+    above = (infinity - 1) - below
+    below.sub_(smallest).bitwise_or_(above)
+    # an arithmetic shift: all ones where a difference was negative, so that the number is not a normal one
+    flip = below.bitwise_right_shift_(torch.iinfo(integer).bits - 1).add_(1)
+    return flip.bitwise_xor_(bits).view(tensor.dtype)
 
 
 def swap_ends(tensor: Tensor) -> Tensor:
@@ -105,3 +111,19 @@ def swap_ends(tensor: Tensor) -> Tensor:
     flat[0] = flat[-1]
     flat[-1] = first
     return changed
+
+
+def made_by_noise(tensor: Tensor, changed: Tensor) -> float:
+    """Relative change of a tensor by noise that is relative to each element: any part shows how large it is."""
+    part = slice(0, SAMPLE)
+    small = distance(changed.reshape(-1)[part], tensor.detach().reshape(-1)[part]).overall
+    return small or distance(changed, tensor).overall
+
+
+def made_by_swap(tensor: Tensor, changed: Tensor) -> float:
+    """Relative change of a tensor by swap_ends: two elements by the same amount."""
+    flat = changed.view(-1)
+    step = abs(float(flat[0]) - float(flat[-1]))
+    if not 0.0 < step < math.inf:
+        return 0.0
+    return math.sqrt(2) * step / max(norm_of(tensor), TINY)

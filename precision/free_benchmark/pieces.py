@@ -52,3 +52,18 @@ def piece(name: str, number: int, count: int, args: tuple[Any, ...], kwargs: dic
     cut = [args[0], *(entry[columns] if isinstance(entry, Tensor) else entry for entry in args[1:])]
     more = {key: entry[columns] if isinstance(entry, Tensor) else entry for key, entry in kwargs.items()}
     return Piece(tuple(cut), more, columns)
+
+
+def wide_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A float32 linear layer on a CPU by oneDNN, which is faster there than the library behind F.linear; None where
+    that can't be."""
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    tensors = [args[0], args[1], *([bias] if bias is not None else [])]
+    plain = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+    if not plain or args[0].dim() < 2 or args[1].dim() != 2 or not torch.backends.mkldnn.is_available():
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    rows = args[0].reshape(-1, args[0].shape[-1])
+    result = torch.ops.mkldnn._linear_pointwise(rows, args[1], bias, "none", [], "")
+    return result.view(*args[0].shape[:-1], args[1].shape[0])

@@ -6,9 +6,11 @@ import inspect
 from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from precision.free_benchmark.perturb import map_tensors
+from precision.free_benchmark.pieces import wide_linear
 from precision.interception import COLLECTIVES, tensors_in
 from precision.names import Api
 
@@ -95,6 +97,11 @@ class Call:
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:160]
             raise CannotRerunError(f"{type(error).__name__}: {text}") from error
+
+    def again_wider(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for arguments in a wider precision; a linear layer goes to a faster library where there is one."""
+        fast = wide_linear(args, kwargs) if self.function is F.linear else None
+        return self.again(args, kwargs) if fast is None else fast
 
     def rewind(self) -> None:
         """Put the generators back to where they were before the call."""
