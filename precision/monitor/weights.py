@@ -42,9 +42,7 @@ class Parameters:
     def add_gradients(self) -> None:
         """The gradients that the optimizer is about to use."""
         for name, parameter, stage in self._named:
-            gradient = parameter.grad
-            if gradient is None and is_deepspeed(parameter):
-                gradient = _deepspeed().safe_get_full_grad(parameter)
+            gradient = _deepspeed().safe_get_full_grad(parameter) if is_deepspeed(parameter) else parameter.grad
             self._add("grad_reduced", name, gradient, stage)
 
     def add_values(self, kind: str) -> None:

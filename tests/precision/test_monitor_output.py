@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     for parameter in model.parameters():
         found += list((parameter._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
-    return found + [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return [*found, *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def test_the_files_are_named_and_filled_as_the_peers(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_lines_on_the_console_when_asked(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def tensorboard_events() -> Iterator[Any]:
+def tensorboard_events() -> Any:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    yield lambda folder: accumulator.EventAccumulator(str(folder)).Reload()
+    return lambda folder: accumulator.EventAccumulator(str(folder)).Reload()
 
 
 def test_tensorboard(tmp_path: Path, tensorboard_events: Any) -> None:
