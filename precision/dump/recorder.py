@@ -14,6 +14,7 @@ from precision.config import Config
 from precision.dump import store
 from precision.dump.call_stacks import StackTable, current_stack
 from precision.dump.describe import as_sequence, describe, strict_number
+from precision.dump.host_statistics import why_not
 from precision.dump.selection import Selection
 from precision.dump.statistics import Measured, StatisticsBatch
 from precision.dump.summary import Summary
@@ -81,6 +82,9 @@ class Recorder:
             self._write()
         self._modules = None
         self.summary.files(self._files)
+        missing = why_not() if self.config.task != "structure" else None
+        if missing is not None:
+            self.summary.note(f"statistics on the host are slow: {missing}")
         if self.config.on_write_error == "stop":
             raise_failure(self._files)
 

@@ -1,8 +1,9 @@
 """What a dump costs: the forward pass alone, with ours, and with msprobe's, in turn in one process.
 
-    python tests/precision/measure_overhead.py --model_path DIR [--tokens 128] [--rounds 5] [--peer]
+    python tests/precision/measure_overhead.py --model_path DIR [--tokens 128] [--rounds 5] [--clock cpu] [--peer]
 
-Prints, per setting, the median ratio to the plain forward and its range over the rounds. --peer needs msprobe
+Prints, per setting, the median ratio to the plain forward and its range over the rounds; by CPU time on a machine that
+others use as well. --peer needs msprobe
 (pip install mindstudio-probe) in the same environment, and transformers' stock model is measured.
 """
 
@@ -65,13 +66,26 @@ def step(debugger: Any, model: torch.nn.Module, run: Callable[[], Any]) -> None:
 @click.option("--rounds", default=5)
 @click.option("--peer", is_flag=True)
 @click.option("--threads", default=1)
+@click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", help="cpu: this process's time only.")
+@click.option("--dtype", default="bfloat16")
 @click.option("--tensor", is_flag=True, help="Also the first dump of whole tensors: seconds and bytes.")
 @click.option("--only", default="", help="Part of a setting's name.")
-def main(model_path: str, tokens: int, rounds: int, peer: bool, threads: int, tensor: bool, only: str) -> None:
+def main(
+    model_path: str,
+    tokens: int,
+    rounds: int,
+    peer: bool,
+    threads: int,
+    clock: str,
+    dtype: str,
+    tensor: bool,
+    only: str,
+) -> None:
     torch.set_num_threads(threads)
+    now = time.process_time if clock == "cpu" else time.perf_counter
     from transformers import Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(model_path, torch_dtype=torch.bfloat16).eval()
+    model = Qwen2ForCausalLM.from_pretrained(model_path, torch_dtype=getattr(torch, dtype)).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
@@ -79,9 +93,9 @@ def main(model_path: str, tokens: int, rounds: int, peer: bool, threads: int, te
         model(ids)
 
     def timed(work: Callable[[], Any]) -> float:
-        start = time.perf_counter()
+        start = now()
         work()
-        return time.perf_counter() - start
+        return now() - start
 
     tools = {"ours": ours, **({"peer": peers} if peer else {})}
     scratch = Path(tempfile.mkdtemp(prefix="overhead-"))

@@ -15,7 +15,7 @@ from modules import Net, records
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from precision import PrecisionDebugger
-from precision.dump import known_tensors
+from precision.dump import host_statistics, known_tensors, statistics
 from precision.dump.statistics import CHUNK, Measured, StatisticsBatch
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -46,13 +46,48 @@ def test_floats_equal_a_plain_recomputation(dtype: Any, shape: list[int], transp
     assert (measured.nan_count, measured.inf_count) == (0, 0)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensors_longer_than_a_chunk(dtype: torch.dtype) -> None:
+def test_tensors_longer_than_a_chunk(dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernel:
+        monkeypatch.setattr(statistics, "host_figures", lambda values: None)
+    elif host_statistics.why_not() is not None:
+        pytest.skip(str(host_statistics.why_not()))
     tensor = torch.randn(2 * CHUNK + 17, generator=torch.Generator().manual_seed(0)).to(dtype)
     measured, wide = measure(tensor), tensor.double()
     assert (measured.max, measured.min) == (wide.max().item(), wide.min().item())
     assert measured.mean == pytest.approx(wide.mean().item(), abs=1e-6)
     assert measured.norm == pytest.approx(wide.norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4096, 4097, 2 * 4096 + 64 + 5])
+def test_the_kernel_reads_every_element_once(dtype: torch.dtype, count: int) -> None:
+    if host_statistics.why_not() is not None:
+        pytest.skip(str(host_statistics.why_not()))
+    for place in {0, count // 2, count - 1}:
+        tensor = torch.ones(count + 2, dtype=dtype)[1:-1]
+        tensor[place] = 3
+        figures = host_statistics.host_figures(tensor)
+        assert figures == (3.0, 3.0 if count == 1 else 1.0, count + 2.0, math.sqrt(count + 8))
+        tensor[place] = math.nan
+        assert host_statistics.host_figures(tensor) is None
+
+
+def test_without_a_compiler_the_summary_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    host_statistics.why_not.cache_clear()
+    host_statistics.library.cache_clear()
+    try:
+        tool = PrecisionDebugger(dump_path=tmp_path, quiet=True)
+        with tool.start():
+            torch.ones(3) * 2
+    finally:
+        host_statistics.why_not.cache_clear()
+        host_statistics.library.cache_clear()
+    assert records(tmp_path)["Tensor.__mul__.0.forward"]["output"][0]["Mean"] == 2.0
+    assert "statistics on the host are slow" in str(tool.summary)
+    assert "no-such-compiler" in str(tool.summary)
 
 
 def test_integers_booleans_complex_and_empty_tensors() -> None:
