@@ -113,7 +113,7 @@ class Checker:
                 self._rotation.next_step()
         self._step_started = False
         self._selection.new_step()
-        self._examiner.noise.restart()
+        self._examiner.next_step()
         self._counts.clear()
         self.records = []
         self._token = -1

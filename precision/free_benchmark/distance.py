@@ -24,10 +24,12 @@ class Distance(NamedTuple):
     Attributes:
         worst: largest relative L2 distance of any block; infinite where only one side is a number.
         overall: relative L2 distance of the whole.
+        size: the L2 norm that it is relative to; NaN where that is not known.
     """
 
     worst: float
     overall: float
+    size: float = math.nan
 
     def joined(self, other: Distance) -> Distance:
         return Distance(max(self.worst, other.worst), max(self.overall, other.overall))
@@ -57,11 +59,11 @@ def distance(result: Tensor, other: Tensor) -> Distance:
     apart, size = _norms(result.detach().reshape(-1), other.detach().reshape(-1))
     whole_apart, whole = norm_of(apart), norm_of(size)
     if whole_apart == 0.0:
-        return ZERO
+        return ZERO._replace(size=whole)
     if not whole_apart < math.inf:
         return APART
     floor = max(FLOOR * whole / len(size) ** 0.5, TINY)
-    return Distance(float((apart / (size + floor)).amax()), whole_apart / max(whole, TINY))
+    return Distance(float((apart / (size + floor)).amax()), whole_apart / max(whole, TINY), whole)
 
 
 def norm_of(values: Tensor) -> float:

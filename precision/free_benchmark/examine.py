@@ -8,9 +8,10 @@ from typing import Any, Callable, Tuple
 import torch
 from torch import Tensor
 
+from precision.dump.known_tensors import KnownTensors
 from precision.free_benchmark import findings, limits
 from precision.free_benchmark.config import NOISE_MODES, PRECISE_MODES, FreeBenchmarkConfig
-from precision.free_benchmark.distance import ZERO, Distance, distance, same_bits
+from precision.free_benchmark.distance import ZERO, Distance, distance, norm_of, same_bits
 from precision.free_benchmark.findings import Finding
 from precision.free_benchmark.perturb import (
     Noise,
@@ -43,6 +44,7 @@ class Examiner:
 
     def __init__(self, config: FreeBenchmarkConfig) -> None:
         self.noise = Noise(config.seed)
+        self._sizes: KnownTensors[float] = KnownTensors(same_layout=False, devices_across_steps=False)
         self.references: dict[str, Callable[..., Any]] = {}
         self.mode = config.pert_mode
 
@@ -50,8 +52,13 @@ class Examiner:
     def change(self) -> Change:
         """What the noise modes do to a tensor, and how large a change that was."""
         if self.mode == "change_value":
-            return swap_ends, made_by_swap
+            return swap_ends, self._made_by_swap
         return (flip_last_bit if self.mode == "bit_noise" else self.noise.scale), made_by_noise
+
+    def next_step(self) -> None:
+        """Make the same noise again, and forget the step's tensors."""
+        self.noise.restart()
+        self._sizes.next_step()
 
     def examine(self, call: Call, result: Any, part: int | None = None) -> list[Finding]:
         """Run the call again and compare, one finding per output.
@@ -141,14 +148,21 @@ class Examiner:
         cut = _cut(call, part)
         args, kwargs, made = perturbed(cut.args, cut.kwargs, self.change)
         if made == 0.0:
-            found = any(is_activation(tensor) for tensor in tensors_in((cut.args, cut.kwargs)))
-            raise CannotRerunError(NO_CHANGE if found else NO_ACTIVATION)
-        again = call.again(args, kwargs)
-        return [
-            noise_finding(place, outputs[place], distance(theirs, ours).overall, made)
-            for place, ours, theirs in _pairs(cut.of(result), again)
-            if ours.is_floating_point()
-        ]
+            some = any(is_activation(tensor) for tensor in tensors_in((cut.args, cut.kwargs)))
+            raise CannotRerunError(NO_CHANGE if some else NO_ACTIVATION)
+        found = []
+        for place, ours, theirs in _pairs(cut.of(result), call.again(args, kwargs)):
+            if ours.is_floating_point():
+                gap = distance(theirs, ours)
+                if not math.isnan(gap.size):
+                    self._sizes.put(ours, gap.size)
+                found.append(noise_finding(place, outputs[place], gap.overall, made))
+        return found
+
+    def _made_by_swap(self, tensor: Tensor, changed: Tensor) -> float:
+        """Relative change by swap_ends. One call's result is the next one's input: its size is known already."""
+        size = self._sizes.get(tensor)
+        return made_by_swap(changed, norm_of(tensor) if size is None else size)
 
     def _against_itself(self, call: Call, result: Any, part: int | None) -> list[Finding]:
         cut = _cut(call, part)

@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from precision.free_benchmark.distance import TINY, distance, norm_of
+from precision.free_benchmark.distance import TINY, distance
 
 # Elements of the table of random factors; longer tensors take it several times.
 TABLE = 1 << 20
@@ -120,10 +120,8 @@ def made_by_noise(tensor: Tensor, changed: Tensor) -> float:
     return small or distance(changed, tensor).overall
 
 
-def made_by_swap(tensor: Tensor, changed: Tensor) -> float:
-    """Relative change of a tensor by swap_ends: two elements by the same amount."""
+def made_by_swap(changed: Tensor, size: float) -> float:
+    """Relative change of a tensor of this L2 norm by swap_ends: two elements by the same amount."""
     flat = changed.view(-1)
     step = abs(float(flat[0]) - float(flat[-1]))
-    if not 0.0 < step < math.inf:
-        return 0.0
-    return math.sqrt(2) * step / max(norm_of(tensor), TINY)
+    return math.sqrt(2) * step / max(size, TINY) if 0.0 < step < math.inf else 0.0
