@@ -25,6 +25,7 @@ from benchmark.ceilings import Ceilings, utilisation
 from benchmark.comparison import TUNED, ratios, token_agreement
 from benchmark.environment import SIMULATED, environment, is_simulated
 from benchmark.generate import FIXED_LENGTH, Subject, generate, load_stock, timed_generation
+from benchmark.graph_nodes import graph_node_rows
 from benchmark.metrics import PeakMemory, summarise
 from benchmark.ranks import Ranks, check_single, parallel_report
 from benchmark.sample_checkpoint import sample_checkpoint
@@ -303,13 +304,14 @@ def _in_force(prepared: Prepared, model: Any) -> list[InForce]:
         tied=prepared.config.tie_word_embeddings,
         why_no_native_kernels=model.why_no_native_kernels(),
     )
-    return rows + _npu_graph_rows(prepared.settings.graph, model) + prepared.process.in_force()
+    return rows + _npu_graph_rows(prepared, model) + prepared.process.in_force()
 
 
-def _npu_graph_rows(options: GraphOptions, model: Any) -> list[InForce]:
-    """Which attention operators an NPU runs, and how its graphs are made."""
+def _npu_graph_rows(prepared: Prepared, model: Any) -> list[InForce]:
+    """Which attention operators an NPU runs, how its graphs are made, and what they consist of."""
     if model.device.type != "npu":
         return []
+    options, workload = prepared.settings.graph, prepared.workload
     rows = [InForce("attention", True, True, str(model.attention_plan()))]
     if model.steps.backend == "torchair":
         cache = options.compile_cache
@@ -320,6 +322,16 @@ def _npu_graph_rows(options: GraphOptions, model: Any) -> list[InForce]:
                 "compile_cache", cache is not None, cache is not None, "switched off" if cache is None else str(cache)
             ),
         ]
+    if model.steps.torchair_mode == "max-autotune":
+        rows += graph_node_rows(
+            prepared.folder,
+            model.options,
+            attention=prepared.settings.attention,
+            dtype=prepared.settings.dtype,
+            batch=workload.batch_size,
+            prompt=workload.input_max_len,
+            new_tokens=workload.max_new_tokens,
+        )
     return rows
 
 

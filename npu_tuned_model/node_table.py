@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import subprocess
 import sys
 import warnings
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--without", action="append", default=[], metavar="OPTIMISATION", help="switch one off; may be repeated"
     )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--soc", default=DEFAULT_SOC, help="chip to play, where there is no NPU")
     return parser
 
@@ -181,8 +183,12 @@ def _print_table(given: argparse.Namespace) -> None:
         dtype=DTYPES[given.dtype],
     )
     phases = PHASES if given.phase == "both" else (given.phase,)
+    rows = in_force({phase: tables[phase] for phase in phases})
+    if given.json:
+        print(json.dumps(rows))
+        return
     table = Table("phase", "GE node", "this model", "public")
-    for row in in_force({phase: tables[phase] for phase in phases}):
+    for row in rows:
         table.add_row(*row, style="bold" if row[1].startswith("all") else None)
     Console().print(table)
 

@@ -109,6 +109,9 @@ def test_the_benchmark_runs_end_to_end_and_says_that_it_was_simulated(
     assert all(pair["equal_share"] == 1.0 for pair in report["comparison"]["tokens"].values())
     assert {row["name"] for row in report["in_force"] if row["active"]} >= {"nz_weights", "frozen_gc", "fused_rope"}
     if mode == "dynamo":
+        nodes = {row["name"]: row["why"] for row in report["in_force"] if row["name"].startswith("graph_nodes")}
+        assert nodes["graph_nodes_prefill"].startswith("per layer: 16 (public: 43)")
+        assert nodes["graph_nodes_decode"].startswith("per layer: 16 (public: 37)")
         assert report["execution"]["graphs"] == {"prefill": 1, "decode": 1}
         assert report["execution"]["graphs_after_warm_up"] == 0
         shown = [line for line in result.stdout.splitlines() if line.startswith("simulated NPU: GE graph")]
