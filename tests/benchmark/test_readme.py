@@ -17,7 +17,9 @@ def blocks(readme: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("readme", READMES)
 def test_the_library_example_runs(readme, tiny_checkpoint):
-    [example] = blocks(readme, "python")
+    example, *others = blocks(readme, "python")
+    for other in others:
+        compile(other, readme, "exec")
     example = example.replace("/path/to/Qwen2-0.5B-Instruct", str(tiny_checkpoint))
     names: dict = {}
     exec(compile(example, readme, "exec"), names)
