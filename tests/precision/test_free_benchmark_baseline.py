@@ -1,0 +1,57 @@
+"""The regression over nine model families: every row runs, checks something and cries wolf nowhere."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from precision.free_benchmark.baseline import main, measure, settings
+from precision.free_benchmark.baseline_models import FAMILIES, VideoTransformer
+
+MODES = ("improve_precision", "add_noise", "bit_noise", "change_value", "no_change")
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_is_checked_and_is_healthy(name: str) -> None:
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    model = family.make().bfloat16().eval()
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in family.batch(16).items()}
+    rows = settings(family.apis)
+    wanted = [f"check all {mode}" for mode in MODES] + ["fix all improve_precision", "backward all no_change"]
+    for setting in wanted + [key for key in rows if family.apis and "+".join(family.apis) in key]:
+        row = measure(name, model, batch, setting, rows[setting], rounds=1)
+        assert row.checked > 5, row
+        assert row.flagged <= 0.02 * row.checked, row
+
+
+def test_the_video_transformer_has_the_seeds_counts() -> None:
+    model = VideoTransformer()
+    assert sum(isinstance(module, nn.Linear) for module in model.modules()) == 257
+    assert sum(hasattr(module, "qkv") for module in model.modules()) == 83
+
+
+def test_the_command_writes_its_table(tmp_path: Path) -> None:
+    output = tmp_path / "table.csv"
+    arguments = ["--models", "LLaMA2", "--tokens", "8", "--rounds", "1", "--output", str(output)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    with open(output) as file:
+        rows = list(csv.DictReader(file))
+    assert [row["setting"] for row in rows] == list(settings(()))
+    unmatched = {row["setting"] for row in rows if row["checked"] == "0"}
+    assert unmatched == {"check nothing matched"}
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code != 0
+    assert "--force" in again.output
+
+
+def test_an_unknown_model_names_those_there_are() -> None:
+    result = CliRunner().invoke(main, ["--models", "GPT9"])
+    assert result.exit_code != 0
+    assert "LLaMA2" in result.output
