@@ -17,7 +17,20 @@ Level = Literal["L0", "L1", "mix", "graph"]
 RiskLevel = Literal["ALL", "FOCUS", "CORE"]
 DataMode = Literal["all", "forward", "backward", "input", "output"]
 SummaryMode = Literal["statistics", "md5"]
+Precision = Literal["high", "low"]
 OnWriteError = Literal["stop", "continue"]
+
+# Values that msprobe knows and this debugger doesn't, and what does the same here.
+_INSTEAD = {
+    (
+        "level",
+        "L2",
+    ): "kernels are recorded by the vendor's own dump; 'L1' records the APIs that start them, 'graph' nodes",
+    ("level", "debug"): "single tensors are saved by torch.save, or by task 'statistics' with tensor_list",
+    ("summary_mode", "xor"): "use 'md5', which adds a CRC-32 of each tensor's bytes",
+    ("task", "overflow_check"): "use 'statistics', which counts nan_count and inf_count, or precision.monitor",
+    ("task", "run_ut"): "use 'free_benchmark', which runs APIs again",
+}
 
 # the tasks of the debugger: those that dump, and the one with a Config of its own (free_benchmark/config.py)
 TASKS = (*get_args(Task), "free_benchmark")
@@ -42,6 +55,9 @@ class Config(BaseModel):
         extra_info: whether stack.json and construct.json are written.
         on_write_error: when a tensor can't be written (disk full): "stop" raises at the next call, "continue" goes on
             without saving tensors.
+        dump_enable: False makes start() and stop() do nothing; the file is read once, not while running.
+        async_dump: accepted; statistics are always read back at stop(), and tensors written in the background.
+        precision: accepted; the figures are the same, and complete, for either value.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,6 +76,9 @@ class Config(BaseModel):
     risk_level: RiskLevel = "FOCUS"
     extra_info: bool = True
     on_write_error: OnWriteError = "stop"
+    dump_enable: bool = True
+    async_dump: bool = False
+    precision: Precision = "low"
 
     @field_validator("rank", "step", mode="before")
     @classmethod
@@ -148,7 +167,9 @@ def _explain(entry: Any, kind: Type[Config]) -> str:
     text = entry["msg"].removeprefix("Value error, ") if hasattr(str, "removeprefix") else entry["msg"]
     valid = _choices(where, kind)
     shown = entry.get("input")
-    return f"{where} = {shown!r}: " + (f"there are {', '.join(valid)}" if valid else text)
+    instead = _INSTEAD.get((where, shown)) if isinstance(shown, str) else None
+    reason = f"there are {', '.join(valid)}" if valid else text
+    return f"{where} = {shown!r}: {reason}" + (f"; {instead}" if instead else "")
 
 
 def _choices(key: str, kind: Type[Config]) -> Tuple[str, ...]:

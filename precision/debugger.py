@@ -202,6 +202,9 @@ class PrecisionDebugger:
         self._recorder = Recorder(config)
 
     def _wanted_here(self) -> bool:
+        if not self.config.dump_enable:
+            self.summary.note("nothing is recorded: dump_enable is false")
+            return False
         rank = torch.distributed.get_rank() if store.rank_folder() != "rank" else 0
         if self.config.rank and rank not in self.config.rank:
             self.summary.note(f"nothing is recorded on rank {rank}: rank is {self.config.rank}")

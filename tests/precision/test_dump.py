@@ -289,12 +289,31 @@ def test_a_config_file_with_a_section_per_task(tmp_path: Path) -> None:
     assert (config.task, config.level, config.list) == ("tensor", "L1", ["relu"])
 
 
+def test_the_peers_switches_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"task": "statistics", "level": "L1", "async_dump": True, "precision": "high"}))
+    tool = PrecisionDebugger(path, dump_path=tmp_path / "on", quiet=True)
+    with tool.start():
+        torch.ones(2, 2) + 1
+    # msprobe leaves mean and norm null here
+    assert records(tmp_path / "on")["Tensor.__add__.0.forward"]["output"][0]["Norm"] == 4.0
+    off = debugger(tmp_path / "off", dump_enable=False)
+    with off.start():
+        torch.ones(2) + 1
+    assert not (tmp_path / "off").exists()
+    assert "dump_enable is false" in str(off.summary)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tsk": "tensor"}, "no option tsk; there are data_mode, dump_path"),
+        ({"tsk": "tensor"}, "no option tsk; there are async_dump, data_mode, dump_enable, dump_path"),
         ({"task": "tensors"}, "task = 'tensors': there are statistics, tensor, structure"),
         ({"level": "L3"}, "level = 'L3': there are L0, L1, mix, graph"),
+        ({"level": "L2"}, "there are L0, L1, mix, graph; kernels are recorded by the vendor's own dump"),
+        ({"level": "debug"}, "there are L0, L1, mix, graph; single tensors are saved by torch.save"),
+        ({"summary_mode": "xor"}, "there are statistics, md5; use 'md5'"),
+        ({"precision": "medium"}, "precision = 'medium': there are high, low"),
         ({"data_mode": ["sideways"]}, "data_mode = 'sideways': there are all, forward, backward, input, output"),
         ({"scope": ["one"]}, "takes no names or two"),
         ({"token_range": [3, 1]}, "0 <= first <= last"),
