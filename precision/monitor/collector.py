@@ -56,12 +56,19 @@ class Collector:
         self.micro_step = -1
         self.passes = 0
 
-    def add(self, kind: str, name: str, tensor: Tensor, micro_step: int, vpp_stage: int) -> None:
-        """Measure a tensor as it is now; it must not require the caller's grad mode."""
+    def add(
+        self, kind: str, name: str, tensor: Tensor, micro_step: int, vpp_stage: int, *, tracked: bool = True
+    ) -> None:
+        """Measure a tensor as it is now, where grad is off.
+
+        Args:
+            tracked: whether the version counter tells of each change, so that an unchanged tensor needn't be measured
+                again.
+        """
         if tensor.device.type == "meta":
             return
         batch, records = self._batch(tensor.device)
-        row = batch.add(tensor, lasting=True)
+        row = batch.add(tensor, lasting=tracked)
         records.append(Record(kind, name, row, tensor.shape, tensor.dtype, micro_step, vpp_stage))
 
     def add_values(self, kind: str, names: list[str], values: Tensor, vpp_stage: int = 0) -> None:

@@ -72,7 +72,7 @@ def attach_first(folder: Path, setting: dict[str, Any], model: Any, optimizer: A
 
 
 def attach_second(folder: Path, parts: tuple[str, ...], model: Any, optimizer: Any) -> Callable[[], None]:
-    from msprobe.pytorch.monitor_v2.trainer import TrainerMonitorV2
+    from msprobe.core.monitor_v2.trainer import TrainerMonitorV2
 
     folder.mkdir(parents=True)
     monitors = {

@@ -24,6 +24,8 @@ from precision.monitor import Monitor
 
 STEPS, PASSES = 3, 2
 NAN_STEP = 1
+# weights beyond what is copied before it is measured
+WIDTH = 96
 OPTIONS: dict[str, Any] = {
     "all_xy": True,
     "xy_distribution": True,
@@ -36,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def rank_inputs(passes: int) -> list[Tensor]:
-    return batches(2 * STEPS * passes)[dist.get_rank() :: 2]
+    return batches(2 * STEPS * passes, width=WIDTH)[dist.get_rank() :: 2]
 
 
 def expected(model: nn.Module, inputs: list[Tensor], passes: int) -> dict[str, Tensor]:
@@ -61,7 +63,7 @@ def expected(model: nn.Module, inputs: list[Tensor], passes: int) -> dict[str, T
 
 
 def distributed_data_parallel(out: Path, buckets: bool) -> None:
-    model = Net()
+    model = Net(WIDTH)
     inputs = rank_inputs(PASSES)
     tensors = expected(copy.deepcopy(model), inputs, PASSES)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=buckets)
@@ -79,7 +81,7 @@ def distributed_data_parallel(out: Path, buckets: bool) -> None:
 
 
 def nan_on_one_rank(out: Path) -> None:
-    model = Net()
+    model = Net(WIDTH)
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Monitor(output_dir=out, **OPTIONS).watch(wrapped, optimizer):
@@ -97,7 +99,7 @@ def nan_on_one_rank(out: Path) -> None:
 
 
 def some_ranks(out: Path) -> None:
-    model = Net()
+    model = Net(WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped = nn.parallel.DistributedDataParallel(model)
     with Monitor(output_dir=out, module_ranks="1", **OPTIONS).watch(wrapped, optimizer):
@@ -109,7 +111,7 @@ def some_ranks(out: Path) -> None:
 def deepspeed_engine(out: Path, stage: int) -> None:
     import deepspeed
 
-    model = Net()
+    model = Net(WIDTH)
     inputs = rank_inputs(1)
     tensors = expected(copy.deepcopy(model), inputs, 1)
     config = {

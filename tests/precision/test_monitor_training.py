@@ -247,3 +247,18 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert {row["step"] for row in read(monitor.folder, "actv")} == {"7", "8"}
     assert [float(row["value"]) for row in read(monitor.folder, "loss", 8)] == [pytest.approx(loss.item(), rel=1e-5)]
     assert_row(by_name(read(monitor.folder, "grad_reduced", 8))["head.bias"], model.head.bias.grad)  # type: ignore[arg-type]
+
+
+def test_writes_past_the_version_counter_are_seen(tmp_path: Path) -> None:
+    model = nn.Linear(96, 96)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Monitor(output_dir=tmp_path, quiet=True, page=False, wg_distribution=True).watch(model, optimizer) as monitor:
+        model(torch.ones(2, 96)).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad.data.mul_(0.5)
+        optimizer.step()
+    assert monitor.folder is not None
+    before, after = (
+        float(by_name(read(monitor.folder, kind))["weight"]["norm"]) for kind in ("grad_unreduced", "grad_reduced")
+    )
+    assert after == pytest.approx(before / 2, rel=1e-5)
