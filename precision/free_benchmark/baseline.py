@@ -3,8 +3,8 @@
     python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 5] [--output table.csv]
     python -m precision.free_benchmark.baseline --model_path DIR --tokens 128
 
-Prints, per model and setting, the median ratio of a step's time (CPU time without a GPU) to the plain step's, its range,
-the ratio of the peak memory, and how many calls were checked and results flagged. A setting's report is thrown away.
+Prints, per model and setting, the median ratio of a step's time (CPU time without a GPU) to the plain step's, its
+range, the ratio of the peak memory, and how many calls were checked and results flagged. The reports are thrown away.
 """
 
 from __future__ import annotations
