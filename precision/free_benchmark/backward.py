@@ -43,8 +43,9 @@ class BackwardCheck:
         self._edges = edges(call.inputs) if torch.is_grad_enabled() else [None] * len(call.inputs)
         self._places = [place for place, edge in enumerate(self._edges) if edge is not None]
         self._incoming: dict[int, Tensor] = {}
-        self._again: tuple[Gradients, float, float] | None = None
+        self._again: tuple[Gradients, float, Callable[[], float]] | None = None
         self._reported = False
+        self._judged = 0
         self._gradients: CallGradients | None = None
         self._handles: list[Any] = []
 
@@ -96,12 +97,19 @@ class BackwardCheck:
                 self._report([self._judge(index, gradient, other, made, condition)])
         except CannotRerunError as reason:
             self._report([not_checked(str(reason))])
+        self._judged += 1
+        if self._judged == len(self._places):
+            # nothing more to come: the copies of a whole model's gradients would not fit beside it
+            self._again = None
+            self._incoming = {}
 
     def _report(self, found: list[Finding]) -> None:
         self._reported = True
         self._keep(found)
 
-    def _judge(self, index: int, gradient: Tensor, other: Tensor, made: float, condition: float) -> Finding:
+    def _judge(
+        self, index: int, gradient: Tensor, other: Tensor, made: float, condition: Callable[[], float]
+    ) -> Finding:
         mode = self._examiner.mode
         if gradient.shape != other.shape:
             raise CannotRerunError(f"its gradient has another shape the second time: {tuple(other.shape)}")
@@ -110,25 +118,26 @@ class BackwardCheck:
         if mode in PRECISE_MODES:
             gap = distance(gradient, other).worst
             dtype = limits.coarsest([*(tensor.dtype for tensor in self._call.inputs), gradient.dtype])
-            return precision_finding(index, gradient, gap, condition, dtype)
+            needed = gap > limits.precision_limit(dtype)
+            return precision_finding(index, gradient, gap, condition() if needed else math.nan, dtype)
         finding = Finding(index, str(gradient.dtype), str(gradient.shape), distance(gradient, other).worst, 0.0)
         if same_bits(gradient, other):
             return finding._replace(error=0.0)
         return finding._replace(verdict=findings.NOT_DETERMINISTIC, reason="the same inputs gave another gradient")
 
-    def _compute(self) -> tuple[Gradients, float, float]:
-        """Gradients of the second run, the relative change made, and the condition number for precise modes."""
+    def _compute(self) -> tuple[Gradients, float, Callable[[], float]]:
+        """Gradients of the second run, the relative change made, and what estimates the condition number."""
         if not self._call.in_place:
             self._call.check_unchanged()
         mode = self._examiner.mode
         given = (self._call.args, self._call.kwargs)
         if mode == "no_change":
-            return self._run(given, self._incoming), 0.0, math.nan
+            return self._run(given, self._incoming), 0.0, _no_condition
         if mode in NOISE_MODES:
             changed, incoming, made = perturbed(given, self._incoming, self._examiner.change)
             if made == 0.0:
                 raise CannotRerunError(NO_CHANGE)
-            return self._run(changed, incoming), made, math.nan
+            return self._run(changed, incoming), made, _no_condition
         target = widest(given)
         if target is None:
             raise CannotRerunError("no floating-point number among its inputs")
@@ -136,10 +145,9 @@ class BackwardCheck:
         wide = widen(given, target, device)
         incoming = widen(self._incoming, target, device)
         exact = self._run(wide, incoming)
-        return exact, 0.0, self._condition(wide, incoming, exact)
+        return exact, 0.0, lambda: self._condition(wide, incoming, exact)
 
     def _condition(self, wide: Any, incoming: dict[int, Tensor], exact: Gradients) -> float:
-        # every call pays for the probes here: which of its gradients will be off is not known yet
         found = 0.0
         for _ in range(PROBES):
             changed, shaken, made = perturbed(wide, incoming, (self._examiner.noise.scale, made_by_noise))
@@ -178,3 +186,7 @@ class BackwardCheck:
                     f"its gradient can't be computed again: {str(error).splitlines()[0][:160]}"
                 ) from error
         return list(found)
+
+
+def _no_condition() -> float:
+    return math.nan
