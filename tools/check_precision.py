@@ -45,6 +45,12 @@ class Finding(NamedTuple):
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON list of texts; by default three of our own.")
 @click.option("--new_tokens", type=click.IntRange(min=1), default=16, help="Greedy tokens compared per prompt.")
 @click.option("--graph/--no-graph", default=True, help="Also the tuned model's graphs against its eager mode.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Also one process against so many tensor-parallel ones (CPU).",
+)
 @click.option("--force", is_flag=True, help="Overwrite an earlier page.")
 def main(
     model_path: Path,
@@ -54,6 +60,7 @@ def main(
     prompts: Optional[Path],
     new_tokens: int,
     graph: bool,
+    ranks: int,
     force: bool,
 ) -> None:
     """Run stock and tuned on the same prompts and say whether they are the same.
@@ -62,7 +69,7 @@ def main(
     """
     try:
         with user_errors():
-            passed = run(model_path, output, dtype, device, prompts, new_tokens, graph, force)
+            passed = run(model_path, output, dtype, device, prompts, new_tokens, graph, ranks, force)
     except click.ClickException as error:
         # 1 says that the models differ
         error.exit_code = 2
@@ -78,6 +85,7 @@ def run(
     prompts: Path | None,
     new_tokens: int,
     graph: bool,
+    ranks: int,
     force: bool,
 ) -> bool:
     """The whole check; returns the verdict.
@@ -85,6 +93,8 @@ def run(
     Raises:
         UserError: for anything that keeps the check from being made.
     """
+    import precision_checks
+
     from npu_tuned_model import UserError, load_model
     from npu_tuned_model.device import resolve_device, resolve_dtype
     from precision import PrecisionError
@@ -98,6 +108,8 @@ def run(
         raise UserError(f"{output} holds check_precision.html already; pass --force to overwrite, or another --output")
     texts = read_prompts(prompts)
     place = resolve_device(device)
+    if ranks > 1 and place.type != "cpu":
+        raise UserError(f"--ranks {ranks} runs on the CPU only, not on {place}: pass --device cpu, or leave it out")
     tuned = load_model(model_path, device=place, dtype=dtype)
     stock = load_stock(model_path, resolve_dtype(dtype)).to(place)
     batch, mask = tokenize(model_path, texts, tuned.config.vocab_size)
@@ -106,6 +118,12 @@ def run(
         checks, lines, differences = run_checks(
             stock, tuned, batch.to(place), mask.to(place), new_tokens, scratch, graph=graph
         )
+        if ranks > 1:
+            ids = same_length(batch, mask)
+            following = ids[:, -precision_checks.DECODE_STEPS :].contiguous()
+            check = precision_checks.one_rank_against_many(tuned, model_path, ranks, ids, following, scratch)
+            checks.append(check)
+            lines.append(tensor_finding(check))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     passed = all(line.passed for line in lines)

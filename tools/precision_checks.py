@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from precision_ranks import dump_ranks, rank_rules
 from torch import Tensor, nn
 
 from npu_tuned_model import Qwen2ForCausalLM, ops
@@ -82,6 +83,27 @@ def eager_against_graph(tuned: Qwen2ForCausalLM, ids: Tensor, following: Tensor,
     # what runs outside every module is the cache's bookkeeping, part of which is outside the graph
     comparison.rows = [row for row in comparison.rows if not row.address.startswith("/")]
     return Check("tuned eager against tuned graph", comparison)
+
+
+def one_rank_against_many(
+    tuned: Qwen2ForCausalLM, model_path: Path, ranks: int, ids: Tensor, following: Tensor, folder: Path
+) -> Check:
+    """The tuned model in this process, and divided among `ranks` processes on the CPU, their parts put together.
+
+    Raises:
+        UserError: when the ranks can't run.
+    """
+    dump_tuned(tuned, ids, following, folder / "one_rank")
+    dtype = str(tuned.dtype).removeprefix("torch.")
+    dump_ranks(model_path, dtype, ranks, ids, following, folder / "ranks", folder / "ranks.pt")
+    comparison = compare_paths(folder / "one_rank", folder / "ranks", rank_rules(tuned.config, ranks))
+    # the sums over the ranks have no counterpart, and a rank's part of a table is another table
+    comparison.rows = [
+        row
+        for row in comparison.rows
+        if row.golden and row.target and not row.address.startswith(("model.embed_tokens/", "lm_head/"))
+    ]
+    return Check(f"one rank against {ranks}", comparison)
 
 
 def compiled_against_eager(tuned: Qwen2ForCausalLM, ids: Tensor, following: Tensor) -> float:
