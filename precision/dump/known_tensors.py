@@ -63,6 +63,10 @@ class KnownTensors(Generic[Value]):
             entry[1].clear()
         entry[1][key] = value
 
+    def forget(self, tensor: Tensor) -> None:
+        """It was written to in a way that no version counter sees."""
+        self._entries.pop(id(tensor if tensor._base is None else tensor._base), None)
+
     def next_step(self) -> None:
         """Forget everything but weights."""
         kept = {}

@@ -99,10 +99,10 @@ class Recorder:
     def call(self, api: Api, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an API and record it."""
         if not self.active or not self._token_selected():
-            return function(*args, **kwargs)
+            return self._run(api, function, args, kwargs)
         if not api.wanted(self.config.risk_level):
             self.summary.skip("outside risk_level", api.key)
-            return function(*args, **kwargs)
+            return self._run(api, function, args, kwargs)
         number = self._counts[api.key]
         enclosing = self._modules.running if self._modules else []
         name = f"{api.key}.{number}"
@@ -110,13 +110,13 @@ class Recorder:
         self.summary.seen += 1
         if not self._selection.record(record, enclosing):
             self.summary.skip("outside list or scope", api.key)
-            result = function(*args, **kwargs)
+            result = self._run(api, function, args, kwargs)
             self._counts[api.key] += 1
             return result
         entry = self._inputs(record, args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
         before = self._edges(inputs)
-        result = function(*args, **kwargs)
+        result = self._run(api, function, args, kwargs)
         self._counts[api.key] += 1
         outputs = list(tensors_in(result))
         if not inputs and not outputs:
@@ -125,6 +125,16 @@ class Recorder:
         self._complete(record, entry, result, enclosing[-1] if enclosing else None)
         if before is not None:
             self._follow_gradients(f"{name}.backward", before, outputs)
+        return result
+
+    def _run(self, api: Api, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        if api.key.startswith("Distributed."):
+            # a collective writes to its arguments and leaves their version counters as they are
+            with self._lock:
+                for tensor in tensors_in((args, kwargs)):
+                    self._statistics.forget(tensor)
+                    self._files.forget(tensor)
         return result
 
     # what module_hooks.ModuleHooks calls

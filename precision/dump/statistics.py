@@ -64,6 +64,10 @@ class StatisticsBatch:
             self._known.put(tensor, measured)
         return measured
 
+    def forget(self, tensor: Tensor) -> None:
+        """See KnownTensors.forget."""
+        self._known.forget(tensor)
+
     def flush(self) -> None:
         """Read everything back, one transfer per device, and fill in the figures."""
         for pending in self._pending.values():

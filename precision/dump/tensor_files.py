@@ -65,6 +65,10 @@ class TensorFiles:
             self._jobs.put((_compact(host), path, size))
         self._known.put(tensor, path)
 
+    def forget(self, tensor: Tensor) -> None:
+        """See KnownTensors.forget."""
+        self._known.forget(tensor)
+
     def finish(self) -> None:
         """Wait until every file and link is on disk."""
         for _ in self._threads:

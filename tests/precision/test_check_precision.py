@@ -147,6 +147,31 @@ def _swapped_when_compiled(function: Callable[..., Tensor]) -> Callable[..., Ten
     return call
 
 
+def test_two_ranks_equal_one_and_a_fault_on_one_side_is_named(checkpoints: Any, tmp_path: Path) -> None:
+    _, folder = checkpoints[SHAPE]
+    ids, _ = padded_batch([9, 9])
+    model = tuned_model(folder)
+    healthy = precision_checks.one_rank_against_many(model, folder, 2, ids, ids[:, :2], tmp_path / "healthy")
+    assert healthy.passed
+    compared = {row.address: row.message for row in healthy.comparison.rows if row.errors is not None}
+    for path in ("self_attn.qkv", "mlp.gate_up_proj", "mlp.down_proj", "input_layernorm"):
+        assert f"model.layers.1.{path}" in compared
+    assert compared["model.layers.1.self_attn.qkv"] == "joined along dimension 1"
+    assert "lm_head" in compared
+    scale_of_one(model)
+    faulty = precision_checks.one_rank_against_many(model, folder, 2, ids, ids[:, :2], tmp_path / "faulty")
+    assert faulty.culprit == "layer 1, npu_prompt_flash_attention in self_attn, prefill"
+
+
+def test_ranks_that_do_not_divide_the_model_are_one_line(checkpoints: Any, tmp_path: Path) -> None:
+    _, folder = checkpoints[SHAPE]
+    arguments = ["--model_path", str(folder), "--output", str(tmp_path / "o"), "--no-graph", "--ranks=3"]
+    result = CliRunner().invoke(check_precision.main, arguments)
+    assert result.exit_code == 2
+    assert "Error: the 3 ranks could not run: " in result.output
+    assert "Traceback" not in result.output
+
+
 def test_unfused_options_pass_as_well(checkpoints: Any, tmp_path: Path) -> None:
     stock, folder = checkpoints[SHAPE]
     assert check(stock, tuned_model(folder, TuningOptions.none()), tmp_path).passed

@@ -110,6 +110,26 @@ def test_an_input_changed_in_place_is_recorded_as_it_was(tmp_path: Path) -> None
     assert data["Tensor.add_.0.forward"]["output"][0]["Max"] == 3.0
 
 
+def test_what_a_collective_wrote_is_recorded_as_it_is_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(tensor: torch.Tensor) -> None:
+        # as a process group does: no version counter sees it
+        tensor.numpy()[:] *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    x = torch.ones(3)
+    for task in ("statistics", "tensor"):
+        tool = debugger(tmp_path / task, task=task)
+        with tool.start():
+            y = x * 1
+            torch.distributed.all_reduce(y)
+            y + 0
+        entry = records(tmp_path / task)["Tensor.__add__.0.forward"]["input_args"][0]
+        assert entry["Max"] == 2.0
+        if task == "tensor":
+            saved = tmp_path / task / "step0/rank/dump_tensor_data" / entry["data_name"]
+            assert torch.equal(torch.load(saved, weights_only=True), torch.full((3,), 2.0))
+
+
 def test_steps_and_call_numbers(tmp_path: Path) -> None:
     tool, model = debugger(tmp_path, step=[1, "3-4"]), Net()
     for _ in range(5):
