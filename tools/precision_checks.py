@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from npu_tuned_model import Qwen2ForCausalLM, ops
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
 from precision import PrecisionDebugger
-from precision.compare import Comparison, Row, compare_paths
+from precision.compare import Comparison, Row, compare_paths, verdict
 from precision.compare.mapping import Rule
 
 DECODE_STEPS = 2
@@ -96,7 +96,10 @@ def one_rank_against_many(
     dump_tuned(tuned, ids, following, folder / "one_rank")
     dtype = str(tuned.dtype).removeprefix("torch.")
     dump_ranks(model_path, dtype, ranks, ids, following, folder / "ranks", folder / "ranks.pt")
-    comparison = compare_paths(folder / "one_rank", folder / "ranks", rank_rules(tuned.config, ranks))
+    # a float32 figure of a bfloat16 activation is no surer than that
+    comparison = compare_paths(
+        folder / "one_rank", folder / "ranks", rank_rules(tuned.config, ranks), tolerance=verdict.tolerance(dtype)
+    )
     # the sums over the ranks have no counterpart, and a rank's part of a table is another table
     comparison.rows = [
         row
