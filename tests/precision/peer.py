@@ -41,6 +41,6 @@ def run_with_peer(script: str, *arguments: str, folder: Path) -> str:
     """Run Python code beside msprobe, in `folder`; its output."""
     environment = {**os.environ, "PYTHONPATH": str(peer_folder())}
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
