@@ -57,7 +57,7 @@ def distance(result: Tensor, other: Tensor) -> Distance:
         share = float((result != other).double().mean())
         return Distance(share, share)
     apart, size = _norms(result.detach().reshape(-1), other.detach().reshape(-1))
-    whole_apart, whole = norm_of(apart), norm_of(size)
+    whole_apart, whole = (float(torch.linalg.vector_norm(norms)) for norms in (apart, size))
     if whole_apart == 0.0:
         return ZERO._replace(size=whole)
     if not whole_apart < math.inf:
@@ -67,11 +67,14 @@ def distance(result: Tensor, other: Tensor) -> Distance:
 
 
 def norm_of(values: Tensor) -> float:
-    """The L2 norm of a floating-point tensor."""
-    if values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and values.numel() <= BLOCK:
-        return float(torch.linalg.vector_norm(values))
+    """The L2 norm of a floating-point tensor; a mask's fillers, infinities and NaN are left out."""
     parts = [_block_norms(_wide(part)) for part in values.detach().reshape(-1).split(CHUNK)]
-    return float(torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]))
+    whole = float(torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]))
+    huge = FILLER * torch.finfo(values.dtype).max
+    if whole < huge:
+        return whole
+    wide = values.detach().double()
+    return float(torch.linalg.vector_norm(torch.where(_kind(wide, huge) == 0, wide, 0)))
 
 
 def same_bits(result: Tensor, other: Tensor) -> bool:

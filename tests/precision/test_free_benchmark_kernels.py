@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precision import PrecisionDebugger
+from precision.free_benchmark.distance import distance
 
 MODES = [
     "improve_precision",
@@ -97,6 +98,10 @@ WELL_CONDITIONED = {
     "matmul": (lambda x: x @ x.mT, normal(8, 256, dtype=torch.bfloat16)),
     "norm": (lambda x: F.layer_norm(x, (64,)), normal(8, 64, dtype=torch.float16)),
     "gelu": (F.gelu, normal(8, 64, dtype=torch.bfloat16)),
+    "masked_softmax": (
+        lambda x: x.softmax(-1),
+        normal(16, 16, dtype=torch.bfloat16) + torch.full((16, 16), torch.finfo(torch.bfloat16).min).triu(1).bfloat16(),
+    ),
     "masked": (
         lambda x: x + torch.full_like(x, torch.finfo(torch.bfloat16).min).triu(1),
         normal(16, 16, dtype=torch.bfloat16),
@@ -170,3 +175,13 @@ def test_a_kernel_that_rounds_in_one_direction_is_named(tmp_path: Path, directio
     rows = check(tmp_path, {"product": product}, lambda kernels: kernels.product(x, y), pert_mode="round_mode")
     assert verdicts(rows) == {"other rounding"}
     assert f"rounded by {direction}" in rows[0]["reason"]
+
+
+def test_a_result_that_is_no_number_is_infinitely_far_from_one_that_is() -> None:
+    right = normal(4096)
+    wrong = right.clone()
+    wrong[-1] = float("nan")
+    assert distance(wrong, right).overall == float("inf")
+    assert distance(wrong, wrong).overall == 0.0
+    wrong[-1] = float("inf")
+    assert distance(wrong, right).worst == float("inf")
