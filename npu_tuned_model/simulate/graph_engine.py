@@ -7,7 +7,6 @@ to the engine is torchair's own work: dynamo's trace, the FX passes, the convert
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections import Counter
 from typing import Any, Callable
 
@@ -60,8 +59,6 @@ def install() -> None:
     # what torchair's compile cache writes to disk and runs when it is loaded
     fx2ge_converter.GeConcreteGraph.codegen = _code_of_ge_graph
     AclConcreteGraph.__call__ = run_captured_graph
-    # torch checks operators that it sees in a graph; the device replays kernels, and that they work in place is known
-    warnings.filterwarnings("ignore", message=r"npu::.*The output of this custom operator", category=UserWarning)
     # without generated code torchair calls the graph object itself
     AclConcreteGraph.codegen = lambda *arguments, **options: None
 

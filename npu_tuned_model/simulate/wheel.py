@@ -30,13 +30,27 @@ def torch_npu_folder(cache: Path) -> Path:
         UserError: the wheel can't be fetched, or there is none for this Python and this torch.
     """
     wanted = version("torch").partition("+")[0]
-    folder = cache / f"torch_npu-{wanted}-{sys.implementation.cache_tag}"
+    return package_folder(cache, f"torch_npu=={wanted}", "--no-deps", "--only-binary=:all:", *COMPANIONS)
+
+
+def package_folder(cache: Path, package: str, *arguments: str) -> Path:
+    """A folder with one package of PyPI's, fetched when it isn't there yet; nothing but the whole is ever seen there.
+
+    Args:
+        cache: folder under which it is kept.
+        package: name and version, "torch_npu==2.13.0".
+        arguments: what else pip is told: options, and packages that go into the same folder.
+
+    Raises:
+        UserError: it can't be fetched, or there is none for this Python.
+    """
+    folder = cache / f"{package.replace('==', '-')}-{sys.implementation.cache_tag}"
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=cache))
     try:
-        _install(temporary, [f"torch_npu=={wanted}", *COMPANIONS])
+        _install(temporary, [package, *arguments])
         os.rename(temporary, folder)
     except OSError:
         # another process was faster
@@ -47,14 +61,11 @@ def torch_npu_folder(cache: Path) -> Path:
     return folder
 
 
-def _install(folder: Path, requirements: list[str]) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--target", str(folder), *requirements]
-    result = subprocess.run(command, capture_output=True, text=True)
+def _install(folder: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    result = subprocess.run([*command, "--target", str(folder), *arguments], capture_output=True, text=True)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module named" in line]
         reason = lines[-1].strip() if lines else f"pip ended with status {result.returncode}"
-        raise UserError(
-            f"the simulated NPU needs the wheel {requirements[0]} for Python "
-            f"{sys.version_info.major}.{sys.version_info.minor} and it could not be installed: {reason}"
-        )
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise UserError(f"{arguments[0]} is needed for Python {python} and could not be installed: {reason}")

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import platformdirs
+from npu_tuned_model.simulate.environment import cache_folder
+from npu_tuned_model.simulate.wheel import package_folder
 
 VERSION = "26.2.0"
 
 
 def peer_folder() -> Path:
     """The folder that holds msprobe, fetched when it isn't there yet."""
-    cache = platformdirs.user_cache_path("npu-tuned-qwen2")
-    folder = cache / f"mindstudio-probe-{VERSION}-{sys.implementation.cache_tag}"
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=cache))
-    try:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        command += ["--target", str(temporary), f"mindstudio-probe=={VERSION}"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            # another process was faster
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+    return package_folder(cache_folder(), f"mindstudio-probe=={VERSION}")
 
 
 def run_with_peer(script: str, *arguments: str, folder: Path) -> str:
