@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmark.compare_reports import read_report
 from benchmark.metrics import Spread
 from npu_tuned_model.checkpoint_layout import WHOLE, Shard
 from npu_tuned_model.device import synchronize
@@ -68,14 +68,10 @@ def read_single(path: Path) -> dict[str, Any]:
     Raises:
         UserError: when it is no such report.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        found = {key: report[key] for key in ("model", "workload", "execution", "variants", "tensor_parallel")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no report.json of this benchmark ({type(error).__name__}): {error}") from error
-    if found["tensor_parallel"] is not None:
-        raise UserError(f"{path} is of a run on {found['tensor_parallel']['ranks']} ranks; give one of a single rank")
-    return found
+    report = read_report(path)
+    if report["tensor_parallel"] is not None:
+        raise UserError(f"{path} is of a run on {report['tensor_parallel']['ranks']} ranks; give one of a single rank")
+    return report
 
 
 def parallel_report(
