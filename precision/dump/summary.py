@@ -1,18 +1,19 @@
-"""What stop() says: nothing that was left out goes unmentioned."""
+"""What stop() says of a dump: nothing that was left out goes unmentioned."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+from precision.summary import CallSummary, reason_lines
 
-class Summary:
+
+class Summary(CallSummary):
     """Counts of one run, over all its steps.
 
     Attributes:
         seen: API and module calls that could have been recorded.
         recorded: records by family.
-        skipped: calls left out, by reason and name.
         modules: paths of the modules that ran.
         not_finite: tensors holding NaN or infinity.
         other_threads: module calls in threads other than the one that called start(), whose APIs can't be seen.
@@ -20,32 +21,18 @@ class Summary:
     """
 
     def __init__(self) -> None:
-        self.seen = 0
+        super().__init__()
         self.recorded: Counter[str] = Counter()
-        self.skipped: dict[str, Counter[str]] = {}
         self.modules: set[str] = set()
-        self.hooked = 0
-        self.functions = 0
         self.not_finite = 0
         self.other_threads = 0
         self.empty = False
-        self.notes: list[str] = []
         self._files: tuple[int, int, int, int] = (0, 0, 0, 0)
         self._failure: str | None = None
         self._failed = 0
 
     def record(self, name: str) -> None:
         self.recorded[f"{name.partition('.')[0]} {'backward' if '.forward' not in name else 'forward'}"] += 1
-
-    def skip(self, reason: str, name: str) -> None:
-        try:
-            self.skipped[reason][name] += 1
-        except KeyError:
-            self.skipped[reason] = Counter({name: 1})
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
     def files(self, files: Any) -> None:
         self._files = (files.written, files.linked, files.copied, files.bytes_written)
@@ -56,9 +43,7 @@ class Summary:
         result = [f"hooked {self.hooked} modules ({len(self.modules)} ran) and {self.functions} registered functions"]
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.recorded.items())) or "nothing"
         result.append(f"recorded {kinds} of {self.seen} calls")
-        for reason, names in sorted(self.skipped.items()):
-            most = ", ".join(f"{name} {count}" for name, count in names.most_common(4))
-            result.append(f"skipped {sum(names.values())}: {reason} ({most}{', ...' if len(names) > 4 else ''})")
+        result += reason_lines("skipped", self.skipped)
         written, linked, copied, size = self._files
         if written or linked or copied:
             result.append(f"wrote {written} tensor files ({size / 1e6:.1f} MB), {linked} links, {copied} copies")
@@ -69,6 +54,3 @@ class Summary:
         if self.other_threads:
             result.append(f"{self.other_threads} module calls ran in other threads, whose APIs can't be seen")
         return result + self.notes
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())

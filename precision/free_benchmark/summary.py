@@ -6,30 +6,30 @@ from collections import Counter
 
 from precision.free_benchmark import findings
 from precision.free_benchmark.findings import Record
+from precision.summary import CallSummary, counted, reason_lines
 
 
-class Summary:
+class Summary(CallSummary):
     """Counts of one run, over all its steps.
 
     Attributes:
         seen: API calls that could have been checked.
         checked, flagged, replaced: calls by what became of them ("replaced": handler fix).
+        unchecked: calls that could not be judged, by reason and name.
         unmatched: entries of list and scope that no call matched.
+        coverage: with rotation, how many steps it takes and how many are done.
+        learned: APIs whose limit preheat raised.
     """
 
     def __init__(self) -> None:
-        self.seen = 0
+        super().__init__()
         self.checked = 0
         self.replaced = 0
         self.flagged: Counter[str] = Counter()
         self.unchecked: dict[str, Counter[str]] = {}
-        self.skipped: dict[str, Counter[str]] = {}
         self.unmatched: list[str] = []
-        self.hooked = 0
-        self.functions = 0
         self.coverage = ""
         self.learned = 0
-        self.notes: list[str] = []
 
     def record(self, record: Record) -> None:
         finding, api = record.finding, record.api_name.rpartition(".")[0]
@@ -38,16 +38,6 @@ class Summary:
         if finding.flagged:
             self.flagged[f"{finding.verdict} {api}"] += 1
 
-    def skip(self, reason: str, name: str) -> None:
-        try:
-            self.skipped[reason][name] += 1
-        except KeyError:
-            self.skipped[reason] = Counter({name: 1})
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
     def lines(self) -> list[str]:
         """The summary in words."""
         done = f"checked {self.checked} of {self.seen} calls"
@@ -55,11 +45,9 @@ class Summary:
             done = f"replaced the results of {self.replaced} of {self.seen} calls"
         result = [f"{done}; {sum(self.flagged.values())} results flagged"]
         if self.flagged:
-            result.append("flagged: " + _counted(self.flagged))
-        for reason, apis in sorted(self.unchecked.items()):
-            result.append(f"not checked {sum(apis.values())}: {reason} ({_counted(apis)})")
-        for reason, apis in sorted(self.skipped.items()):
-            result.append(f"skipped {sum(apis.values())}: {reason} ({_counted(apis)})")
+            result.append("flagged: " + counted(self.flagged))
+        result += reason_lines("not checked", self.unchecked)
+        result += reason_lines("skipped", self.skipped)
         if self.unmatched:
             result.append(f"matched no call: {', '.join(self.unmatched)}")
         if self.learned:
@@ -67,11 +55,3 @@ class Summary:
         if self.coverage:
             result.append(self.coverage)
         return result + self.notes
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-
-def _counted(names: Counter[str]) -> str:
-    most = ", ".join(f"{name} {count}" for name, count in names.most_common(4))
-    return most + (", ..." if len(names) > 4 else "")
