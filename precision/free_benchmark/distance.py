@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from precision.dump.host_statistics import host_figures
+from precision.free_benchmark.host_distance import host_gap
+
 # Elements of a block. A rounding error is at most half a unit in the last place of its own element, so no block of a
 # correctly rounded result is off by more than that, and a few wrong elements stand out in theirs.
 BLOCK = 1024
@@ -56,7 +59,11 @@ def distance(result: Tensor, other: Tensor) -> Distance:
     if not result.is_floating_point():
         share = float((result != other).double().mean())
         return Distance(share, share)
-    apart, size = _norms(result.detach().reshape(-1), other.detach().reshape(-1))
+    result, other = result.detach().reshape(-1), other.detach().reshape(-1)
+    gap = host_gap(result, other, BLOCK, FLOOR, TINY)
+    if gap is not None:
+        return Distance(gap.worst, gap.apart / max(gap.size, TINY), gap.size)
+    apart, size = _norms(result, other)
     whole_apart, whole = (float(torch.linalg.vector_norm(norms)) for norms in (apart, size))
     if whole_apart == 0.0:
         return ZERO._replace(size=whole)
@@ -68,6 +75,9 @@ def distance(result: Tensor, other: Tensor) -> Distance:
 
 def norm_of(values: Tensor) -> float:
     """The L2 norm of a floating-point tensor; a mask's fillers, infinities and NaN are left out."""
+    figures = host_figures(values) if values.numel() and values.layout == torch.strided else None
+    if figures is not None:
+        return figures.norm
     parts = [_block_norms(_wide(part)) for part in values.detach().reshape(-1).split(CHUNK)]
     whole = float(torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]))
     huge = FILLER * torch.finfo(values.dtype).max

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from modules import Net, records
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision import PrecisionDebugger
+from precision import PrecisionDebugger, cpp_library
 from precision.dump import host_statistics, known_tensors, statistics
 from precision.dump.statistics import CHUNK, Measured, StatisticsBatch
 
@@ -76,15 +76,15 @@ def test_the_kernel_reads_every_element_once(dtype: torch.dtype, count: int) -> 
 
 def test_without_a_compiler_the_summary_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    host_statistics.why_not.cache_clear()
-    host_statistics.library.cache_clear()
+    cpp_library.why_not.cache_clear()
+    cpp_library.load.cache_clear()
     try:
         tool = PrecisionDebugger(dump_path=tmp_path, quiet=True)
         with tool.start():
             torch.ones(3) * 2
     finally:
-        host_statistics.why_not.cache_clear()
-        host_statistics.library.cache_clear()
+        cpp_library.why_not.cache_clear()
+        cpp_library.load.cache_clear()
     assert records(tmp_path)["Tensor.__mul__.0.forward"]["output"][0]["Mean"] == 2.0
     assert "statistics on the host are slow" in str(tool.summary)
     assert "no-such-compiler" in str(tool.summary)
