@@ -249,7 +249,8 @@ def write_page(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from precision.compare.report import error_plot, write_atomic, write_report
+    from precision.compare.report import error_plot, write_report
+    from precision.output import write_atomic
 
     shown = []
     for check in checks:

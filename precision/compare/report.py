@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from markupsafe import Markup
 from precision.compare import verdict
 from precision.compare.comparison import Comparison, Row
 from precision.errors import PrecisionError
+from precision.output import probe, write_atomic
 
 FILES = ("compare_result.csv", "compare_result.html")
 COLUMNS = (
@@ -46,9 +45,7 @@ def check_output(folder: Path, *, force: bool) -> None:
     if existing and not force:
         raise PrecisionError(f"{folder} holds {existing[0]} already; pass --force to overwrite, or another --output")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / ".probe", "")
-        (folder / ".probe").unlink()
+        probe(folder)
     except OSError as error:
         raise PrecisionError(f"{folder} can't be written ({error.strerror}); pass another --output") from error
 
@@ -140,19 +137,6 @@ def error_plot(comparison: Comparison) -> str:
     text = io.StringIO()
     FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """The whole file or none of it."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _cells(row: Row) -> list[Any]:

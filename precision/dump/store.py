@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from precision.errors import PrecisionError
+from precision.output import write_atomic
 
 TENSOR_FOLDER = "dump_tensor_data"
 # Set aside before a dump, so that its records can still be written when tensors have filled the disk.
@@ -57,10 +56,10 @@ def write_step(folder: Path, dump: dict[str, Any], stacks: dict[str, Any] | None
         head = {key: value for key, value in dump.items() if key != "data"}
         lines = [f"{json.dumps(name)}: {_strict_json(record)}" for name, record in dump["data"].items()]
         text = json.dumps(head)[:-1] + ', "data": {\n' + ",\n".join(lines) + "\n}}\n"
-        _write(folder / "dump.json", text)
+        write_atomic(folder / "dump.json", text)
         if stacks is not None:
-            _write(folder / "stack.json", json.dumps(stacks))
-            _write(folder / "construct.json", json.dumps(parents))
+            write_atomic(folder / "stack.json", json.dumps(stacks))
+            write_atomic(folder / "construct.json", json.dumps(parents))
     except OSError as error:
         raise PrecisionError(f"the records can't be written to {folder} ({error.strerror or error})") from error
 
@@ -69,15 +68,3 @@ def _strict_json(record: Any) -> str:
     # JSON knows no infinity, but a number too large for a double is one to every reader, msprobe included
     text = json.dumps(record)
     return _INFINITY.sub(r"\g<1>1e999", text) if "Infinity" in text else text
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -24,10 +24,10 @@ import click
 import torch
 from torch import Tensor, nn
 
-from precision.compare.report import write_atomic
 from precision.debugger import PrecisionDebugger
 from precision.free_benchmark.baseline_models import FAMILIES
 from precision.free_benchmark.config import NOISE_MODES
+from precision.output import write_atomic
 
 COLUMNS = ("model", "setting", "time", "time min", "time max", "memory", "checked", "flagged", "not checked")
 

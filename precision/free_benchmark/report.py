@@ -12,10 +12,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from precision.compare.report import write_atomic
 from precision.errors import PrecisionError
 from precision.free_benchmark import findings
 from precision.free_benchmark.findings import Record
+from precision.output import probe, write_atomic
 
 FLAGGED, CALLS, PAGE = "free_benchmark.csv", "free_benchmark_calls.csv", "free_benchmark.html"
 COLUMNS = ("rank", "pert_mode", "stage", "step", "api_name", "max_rel", "dtype", "shape", "output_index")
@@ -33,9 +33,7 @@ def prepare(folder: Path) -> None:
     if (folder / FLAGGED).exists():
         raise PrecisionError(f"{folder} holds a report already; choose another dump_path, or remove it first")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / ".probe", "")
-        (folder / ".probe").unlink()
+        probe(folder)
     except OSError as error:
         reason = error.strerror or error
         raise PrecisionError(f"dump_path can't be written: {folder} ({reason}); choose another dump_path") from error

@@ -12,10 +12,10 @@ from typing import Any, Iterator
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from precision.compare.report import write_atomic
 from precision.errors import PrecisionError
 from precision.monitor.alerts import Alert, first
 from precision.monitor.records import kind_order
+from precision.output import write_atomic
 
 # Columns of a heat map; of longer runs steps are left out evenly, those with alerts never.
 MAX_STEPS = 400
