@@ -135,11 +135,11 @@ def make_config(values: Dict[str, Any], kind: Type[AnyConfig]) -> AnyConfig:
         raise PrecisionError("; ".join(_explain(entry, kind) for entry in error.errors())) from error
 
 
-def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
-    """The values of a config.json in msprobe's layout: top-level keys, and a section named after the task.
+def read_json_object(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
+    """The values of a JSON file.
 
     Raises:
-        PrecisionError: for a file that can't be read or isn't a JSON object, and for unknown keys of the section.
+        PrecisionError: for a file that can't be read or isn't a JSON object.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -149,6 +149,16 @@ def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
         raise PrecisionError(f"the config file {path} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise PrecisionError(f"the config file {path} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def read_config_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
+    """The values of a config.json in msprobe's layout: top-level keys, and a section named after the task.
+
+    Raises:
+        PrecisionError: for a file that can't be read or isn't a JSON object, and for unknown keys of the section.
+    """
+    content = read_json_object(path)
     sections = {key: content.pop(key) for key in TASKS if isinstance(content.get(key), dict)}
     task = content.get("task", "statistics")
     section = sections.get(task, {})

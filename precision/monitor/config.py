@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Union, get_args
+from typing import Any, Dict, List, Literal, Optional, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -166,23 +163,6 @@ def make_monitor_config(values: Dict[str, Any]) -> MonitorConfig:
     if config.forward_only and config.backward_only:
         raise PrecisionError("forward_only and backward_only leave nothing of the activations; set one of them")
     return config
-
-
-def read_monitor_file(path: Union[str, os.PathLike[str]]) -> Dict[str, Any]:
-    """The values of a JSON file.
-
-    Raises:
-        PrecisionError: for a file that can't be read or isn't a JSON object.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PrecisionError(f"the config file {path} can't be read ({error.strerror})") from error
-    except ValueError as error:
-        raise PrecisionError(f"the config file {path} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise PrecisionError(f"the config file {path} must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 def _explain(entry: Any) -> str:

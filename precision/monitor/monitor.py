@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,22 +14,19 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from precision.config import read_json_object
 from precision.debugger import PrecisionDebugger
 from precision.errors import PrecisionError
 from precision.interception import tensors_in
-from precision.monitor import page
 from precision.monitor.activations import ActivationHooks
-from precision.monitor.alerts import Alert, Alerts, first
-from precision.monitor.collector import Collector, Step
-from precision.monitor.config import MonitorConfig, make_monitor_config, read_monitor_file
+from precision.monitor.alerts import Alert, Alerts
+from precision.monitor.collector import Collector
+from precision.monitor.config import MonitorConfig, make_monitor_config
+from precision.monitor.console import Console
 from precision.monitor.generation import add_generation, loss_in, tokens_in
-from precision.monitor.live import status_line
+from precision.monitor.results import Results
 from precision.monitor.targets import StructRecorder, unwrap, watched
 from precision.monitor.weights import OptimizerSteps, Parameters
-from precision.monitor.writers import AlertFile, CsvWriter, TensorBoardWriter, Writer, make_folder
-
-# Steps whose figures may be on their way from a device.
-IN_FLIGHT = 2
 
 
 class Monitor:
@@ -73,29 +69,21 @@ class Monitor:
         self._path = Path(config_path) if config_path is not None else None
         self._options = options
         self._output_dir = output_dir
-        self._quiet = quiet
+        self._console = Console(quiet)
         self._debugger = debugger
-        self._dumping = False
-        self._dumped = False
         self._file_state = self._state_of_file()
         self.config = self._read()
-        Alerts(self.config.alert.rules, 0)
-        self.alerts: list[Alert] = []
-        self.notes: list[str] = []
-        self.folder: Path | None = None
+        self._results: Results | None = None
         self._models: list[nn.Module] = []
         self._optimizer: Any = None
         self._optimizer_steps: OptimizerSteps | None = None
         self._grad_acc_steps = 1
         self._step = 0
-        self._steps_collected = 0
         self._handles: list[RemovableHandle] = []
         self._activations: list[ActivationHooks] = []
         self._parameters: Parameters | None = None
         self._struct: StructRecorder | None = None
         self._stance: contextlib.ExitStack = contextlib.ExitStack()
-        self._pending: deque[Step] = deque()
-        self._writers: list[Writer] = []
         self._tokens = 0
         self._clock = time.perf_counter()
         self._hooked = 0
@@ -135,18 +123,16 @@ class Monitor:
         rank = _rank()
         self._grad_acc_steps, self._step, self._optimizer = grad_acc_steps, start_iteration, optimizer
         self._collector = Collector(self.config.ops, self.config.eps)
-        self._alerts = Alerts(self.config.alert.rules, rank)
         if self.config.module_ranks and rank not in self.config.module_ranks:
-            self._note(f"nothing is collected on rank {rank}: module_ranks is {self.config.module_ranks}")
+            self._console.note(f"nothing is collected on rank {rank}: module_ranks is {self.config.module_ranks}")
             return self
         sharded = Parameters(models, self._collector).sharded()
         if sharded and self.config.module_ranks and (self.config.wg_distribution or self.config.mv_distribution):
             raise PrecisionError(
                 "gradients and moments that DeepSpeed shards are read by all ranks together; leave module_ranks empty"
             )
-        self.folder = make_folder(self._output_dir, rank)
+        self._results = Results(self.config, self._output_dir, rank, models, self._debugger, self._console)
         self._models = models
-        self._open_writers()
         if optimizer is not None:
             self._optimizer_steps = OptimizerSteps(optimizer, self._before_optimizer, self._after_optimizer)
         self._attach()
@@ -173,25 +159,15 @@ class Monitor:
 
     def close(self) -> list[str]:
         """Take every hook off, write what is left and the page; returns the summary, which is printed as well."""
-        if not self._models:
+        if self._results is None or not self._models:
             return self.notes
         self._detach()
         if self._optimizer_steps is not None:
             self._optimizer_steps.remove()
             self._optimizer_steps = None
-        self._stop_dump()
-        while self._pending:
-            self._finish(self._pending.popleft())
-        for writer in self._writers:
-            writer.close()
         self._models = []
-        lines = self._summary()
-        if self.config.page and self._writers and self.config.format != "tensorboard" and self.folder is not None:
-            try:
-                lines.append(f"page: {page.write_page([self.folder], self.folder / 'monitor.html')}")
-            except OSError as error:
-                lines.append(f"the page can't be written ({error.strerror or error})")
-        self._print(lines)
+        lines = self._results.close()
+        self._console.show(lines)
         return lines
 
     def __enter__(self) -> Monitor:
@@ -202,14 +178,29 @@ class Monitor:
     ) -> None:
         self.close()
 
+    @property
+    def notes(self) -> list[str]:
+        """What went otherwise than one may expect."""
+        return self._console.notes
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What the rules found, of the last run."""
+        return self._results.alerts if self._results is not None else []
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the last run's figures are."""
+        return self._results.folder if self._results is not None else None
+
     # the hooks
 
     def _attach(self) -> None:
         """Hook what is collected. A model's own hooks are its first before a call and its last after it."""
         config = self.config
         self._collecting = config.dynamic_on and not config.over(self._step)
-        ops = set(config.ops) | self._alerts.needs
-        self._collector = Collector(ops, config.eps)
+        assert self._results is not None
+        self._collector = Collector(self._results.needs, config.eps)
         self._parameters = Parameters(self._models, self._collector)
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(self._before_pass, with_kwargs=True))
@@ -259,7 +250,7 @@ class Monitor:
         collector = self._collector
         training = any(tensor.requires_grad for tensor in tensors_in(result))
         if self._struct is not None:
-            self._print(self._struct.text().splitlines())
+            self._console.show(self._struct.text().splitlines())
             self._struct.close()
             self._struct = None
         if collector.on:
@@ -298,72 +289,20 @@ class Monitor:
     # the steps
 
     def _end_step(self) -> None:
-        self._stop_dump()
+        assert self._results is not None
+        self._results.stop_dump()
         if self._collector.on:
             if self.config.generation:
                 now = time.perf_counter()
                 self._collector.add_scalar("generation", "tokens_per_second", self._tokens / (now - self._clock))
-            self._pending.append(self._collector.send(self._step))
-            self._steps_collected += 1
+            self._results.add(self._collector.send(self._step))
             self._check_ran()
-        while self._pending and (self._pending[0].ready or len(self._pending) >= IN_FLIGHT):
-            self._finish(self._pending.popleft())
+        self._results.write_ready(self._step + 1)
         self._collector.on = False
         self._tokens = 0
         self._clock = time.perf_counter()
         self._step += 1
         self._reconfigure()
-
-    def _finish(self, step: Step) -> None:
-        """Write a step and look for alerts; what fails here never stops the run that is watched."""
-        rows = step.rows()
-        for writer in list(self._writers):
-            try:
-                writer.write(step.number, rows, step.scalars)
-            except OSError as error:
-                self._writers.remove(writer)
-                self._note(f"no more figures are written after step {step.number}: {error.strerror or error}")
-        new: list[Alert] = []
-        if self._alerts:
-            for place, (record, figures) in enumerate(rows):
-                new += self._alerts.check(
-                    step.number, place, record.kind, record.name, record.micro_step, figures, record.shape
-                )
-            for scalar in step.scalars:
-                figures = [scalar.value, *[float("nan")] * 5]
-                new += self._alerts.check(step.number, 0, scalar.kind, scalar.name, 0, figures, torch.Size(()))
-        if new:
-            self._report(new)
-        if self.config.live:
-            print(status_line(step, rows, len(self.alerts)), file=sys.stderr, flush=True)
-
-    def _report(self, new: list[Alert]) -> None:
-        if not self.alerts:
-            self._print([f"alert: {first(new)}"])
-        self.alerts += new
-        if self.folder is not None and self._writers:
-            try:
-                AlertFile(self.folder).write(new)
-            except OSError as error:
-                self._note(f"alerts can't be written ({error.strerror or error})")
-        if self.config.alert.dump and not self._dumped and self._models and self.folder is not None:
-            self._dumped = True
-            if self._debugger is None:
-                self._debugger = PrecisionDebugger(dump_path=self.folder / "dump", level="L0", quiet=True)
-            try:
-                self._debugger.set_init_step(self._step + 1)
-                self._debugger.start(self._models if len(self._models) > 1 else self._models[0])
-                self._dumping = True
-            except PrecisionError as error:
-                self._note(f"the next step isn't dumped: {error}")
-
-    def _stop_dump(self) -> None:
-        if self._dumping and self._debugger is not None:
-            self._dumping = False
-            try:
-                self._debugger.stop()
-            except PrecisionError as error:
-                self._note(f"the step after the alert isn't dumped: {error}")
 
     def _check_ran(self) -> None:
         if self._ran_checked or not self._activations:
@@ -372,7 +311,7 @@ class Monitor:
         unseen = [name for hooks in self._activations for name in hooks.names if name not in hooks.ran]
         if unseen:
             shown = ", ".join(unseen[:4]) + (", ..." if len(unseen) > 4 else "")
-            self._note(
+            self._console.note(
                 f"{len(unseen)} of {self._hooked} watched modules weren't called in step {self._step} ({shown}); "
                 "inside compiled graphs and fused kernels they can't be seen: run the model eagerly to watch them"
             )
@@ -380,7 +319,10 @@ class Monitor:
     # the configuration
 
     def _read(self) -> MonitorConfig:
-        return make_monitor_config({**(read_monitor_file(self._path) if self._path else {}), **self._options})
+        config = make_monitor_config({**(read_json_object(self._path) if self._path else {}), **self._options})
+        # refuses a rule that there isn't
+        Alerts(config.alert.rules, 0)
+        return config
 
     def _state_of_file(self) -> tuple[int, int] | None:
         try:
@@ -397,59 +339,25 @@ class Monitor:
             try:
                 config = self._read()
                 _check_targets(self._models, config)
-                alerts = Alerts(config.alert.rules, _rank())
             except PrecisionError as error:
-                self._note(f"the edited config isn't used, the earlier one stays: {error}")
+                self._console.note(f"the edited config isn't used, the earlier one stays: {error}")
                 return
             if config != self.config:
-                self._take_over(config, alerts)
+                self._take_over(config)
         elif self._collecting and self.config.over(self._step):
             self._detach()
             self._attach()
 
-    def _take_over(self, config: MonitorConfig, alerts: Alerts) -> None:
-        before, self.config = self.config, config
+    def _take_over(self, config: MonitorConfig) -> None:
+        assert self._results is not None
+        self.config = config
         self._detach()
-        if config.alert != before.alert:
-            self._alerts = alerts
-        layout = ("ops", "ndigits", "format", "step_count_per_record")
-        if any(getattr(config, key) != getattr(before, key) for key in layout):
-            # a file has one set of columns
-            for writer in self._writers:
-                writer.close()
-            self.folder = make_folder(self._output_dir, _rank())
-            self._open_writers()
+        self._results.take_over(config)
         self._ran_checked = False
         self._attach()
-        self._note(
+        self._console.note(
             f"step {self._step}: the edited config is in force, collecting is {'on' if self._collecting else 'off'}"
         )
-
-    def _open_writers(self) -> None:
-        config = self.config
-        assert self.folder is not None
-        self._writers = []
-        if config.format != "tensorboard":
-            self._writers.append(CsvWriter(self.folder, list(config.ops), config.ndigits, config.step_count_per_record))
-        if config.format != "csv":
-            self._writers.append(TensorBoardWriter(self.folder, list(config.ops)))
-
-    # what the user is told
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self._print([text])
-
-    def _print(self, lines: list[str]) -> None:
-        if not self._quiet:
-            print("\n".join(f"monitor: {line}" for line in lines), file=sys.stderr)
-
-    def _summary(self) -> list[str]:
-        lines = [f"{self._steps_collected} steps collected, {len(self.alerts)} alerts, figures in {self.folder}"]
-        found = first(self.alerts)
-        if found is not None:
-            lines.append(f"first alert: {found}")
-        return lines
 
 
 def _rank() -> int:

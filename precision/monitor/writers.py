@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from precision.errors import PrecisionError
 from precision.monitor.alerts import Alert
+from precision.monitor.config import MonitorConfig
 from precision.monitor.records import MICRO_STEP_KINDS, SCALAR_KINDS, Record, Scalar
 from precision.monitor.statistics import OPS
+from precision.output import probe
 
 DEFAULT_FOLDER = "monitor_output"
 ALERT_COLUMNS = Alert._fields
@@ -43,14 +45,26 @@ def make_folder(output_dir: str | os.PathLike[str] | None, rank: int) -> Path:
     root = Path(output_dir or os.environ.get("MONITOR_OUTPUT_DIR") or DEFAULT_FOLDER)
     folder = root / f"{time.strftime('%b%d_%H-%M-%S')}-rank{rank}-{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True)
-        (folder / ".probe").write_text("figures")
-        (folder / ".probe").unlink()
+        probe(folder)
     except OSError as error:
         raise PrecisionError(
             f"the monitor can't write to {root} ({error.strerror or error}); choose another output_dir"
         ) from error
     return folder
+
+
+def make_writers(folder: Path, config: MonitorConfig) -> list[Writer]:
+    """The writers of config.format.
+
+    Raises:
+        PrecisionError: for TensorBoard without its package.
+    """
+    writers: list[Writer] = []
+    if config.format != "tensorboard":
+        writers.append(CsvWriter(folder, list(config.ops), config.ndigits, config.step_count_per_record))
+    if config.format != "csv":
+        writers.append(TensorBoardWriter(folder, list(config.ops)))
+    return writers
 
 
 class CsvWriter:

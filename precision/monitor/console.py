@@ -1,11 +1,38 @@
-"""One line per step for the console."""
+"""What the user is told while a run goes on."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 from precision.monitor.collector import Step
 from precision.monitor.records import Record
+
+
+class Console:
+    """Notes on stderr.
+
+    Attributes:
+        notes: what went otherwise than the user may expect.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        """
+        Args:
+            quiet: whether only what is asked for line by line is printed.
+        """
+        self._quiet = quiet
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep a note, and print it."""
+        self.notes.append(text)
+        self.show([text])
+
+    def show(self, lines: list[str]) -> None:
+        """Print lines, unless they are to be kept quiet."""
+        if not self._quiet:
+            print("\n".join(f"monitor: {line}" for line in lines), file=sys.stderr)
 
 
 def status_line(step: Step, rows: list[tuple[Record, list[float]]], alerts: int) -> str:
