@@ -66,7 +66,7 @@ class GenerationSteps:
         if capacity > limit:
             raise UserError(f"{capacity} tokens are more than the model's context of {limit}; shorten the prompt")
         layers = len(self.model.layers)
-        weight = self.model.embed_tokens.weight
+        weight = self.model.norm.weight
         attention = self.model.layers[0].self_attn
         heads = attention.o_proj.in_features // attention.head_dim
         kv_heads = (attention.qkv.out_features // attention.head_dim - heads) // 2
@@ -94,7 +94,7 @@ class GenerationSteps:
             UserError: when self.attention asks for operators that the chip hasn't.
         """
         return plan_attention(
-            self.model.embed_tokens.weight.device,
+            self.model.norm.weight.device,
             asked=self.attention,
             flash_attention=self.options.flash_attention,
             kv_lengths=self.options.kv_lengths,

@@ -90,7 +90,7 @@ class CompiledSteps:
     def __init__(self, model: Any, options: GraphOptions) -> None:
         self.options = options
         self.cpu_decode = CpuDecode(model) if why_no_cpu_decode(model) is None else None
-        device = model.model.embed_tokens.weight.device
+        device = model.model.norm.weight.device
         self.backend = _resolve_backend(options.backend, device)
         if options.dynamic and self.backend != "torchair":
             raise UserError(f"dynamic graphs are torchair's; {self.backend} pads prompts to prefill_bucket instead")
