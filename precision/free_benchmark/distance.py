@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from precision.dump.host_statistics import host_figures
-from precision.free_benchmark.host_distance import host_gap
+from precision.free_benchmark.host_distance import Rules, host_gap
 
 # Elements of a block. A rounding error is at most half a unit in the last place of its own element, so no block of a
 # correctly rounded result is off by more than that, and a few wrong elements stand out in theirs.
@@ -60,10 +61,11 @@ def distance(result: Tensor, other: Tensor) -> Distance:
         share = float((result != other).double().mean())
         return Distance(share, share)
     result, other = result.detach().reshape(-1), other.detach().reshape(-1)
-    gap = host_gap(result, other, BLOCK, FLOOR, TINY)
+    huge = _huge(result.dtype, other.dtype)
+    gap = host_gap(result, other, _rules(huge))
     if gap is not None:
-        return Distance(gap.worst, gap.apart / max(gap.size, TINY), gap.size)
-    apart, size = _norms(result, other)
+        return Distance(gap.worst, gap.apart / max(gap.size, TINY), gap.size) if gap.alike else APART
+    apart, size = _norms(result, other, huge)
     whole_apart, whole = (float(torch.linalg.vector_norm(norms)) for norms in (apart, size))
     if whole_apart == 0.0:
         return ZERO._replace(size=whole)
@@ -75,12 +77,12 @@ def distance(result: Tensor, other: Tensor) -> Distance:
 
 def norm_of(values: Tensor) -> float:
     """The L2 norm of a floating-point tensor; a mask's fillers, infinities and NaN are left out."""
+    huge = _huge(values.dtype)
     figures = host_figures(values) if values.numel() and values.layout == torch.strided else None
-    if figures is not None:
+    if figures is not None and figures.norm < huge:
         return figures.norm
     parts = [_block_norms(_wide(part)) for part in values.detach().reshape(-1).split(CHUNK)]
     whole = float(torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]))
-    huge = FILLER * torch.finfo(values.dtype).max
     if whole < huge:
         return whole
     wide = values.detach().double()
@@ -101,9 +103,18 @@ def same_bits(result: Tensor, other: Tensor) -> bool:
     return torch.equal(ours.view(word), theirs.view(word))
 
 
-def _norms(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+@functools.cache
+def _huge(*dtypes: torch.dtype) -> float:
+    return FILLER * min(torch.finfo(dtype).max for dtype in dtypes)
+
+
+@functools.cache
+def _rules(huge: float) -> Rules:
+    return Rules(BLOCK, FLOOR, TINY, huge)
+
+
+def _norms(ours: Tensor, theirs: Tensor, huge: float) -> tuple[Tensor, Tensor]:
     """L2 norms of the difference and of `theirs`, block by block."""
-    huge = FILLER * min(torch.finfo(ours.dtype).max, torch.finfo(theirs.dtype).max)
     apart, size = [], []
     for one, other in zip(ours.split(CHUNK), theirs.split(CHUNK)):
         one, other = _wide(one), _wide(other)

@@ -162,7 +162,10 @@ class Examiner:
     def _made_by_swap(self, tensor: Tensor, changed: Tensor) -> float:
         """Relative change by swap_ends. One call's result is the next one's input: its size is known already."""
         size = self._sizes.get(tensor)
-        return made_by_swap(changed, norm_of(tensor) if size is None else size)
+        if size is None:
+            size = norm_of(tensor)
+            self._sizes.put(tensor, size)
+        return made_by_swap(changed, size)
 
     def _against_itself(self, call: Call, result: Any, part: int | None) -> list[Finding]:
         cut = _cut(call, part)

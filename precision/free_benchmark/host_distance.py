@@ -22,36 +22,49 @@ _FUNCTIONS = {
 }
 
 
+class Rules(ctypes.Structure):
+    """How a distance is measured.
+
+    Attributes:
+        block: elements of a block.
+        floor, tiny: what is added to a block's norm: this share of the mean block's, or at least tiny.
+        huge: what is larger is as good as infinite.
+    """
+
+    _fields_ = (
+        ("block", ctypes.c_int64),
+        ("floor", ctypes.c_double),
+        ("tiny", ctypes.c_double),
+        ("huge", ctypes.c_float),
+    )
+
+
 class HostGap(NamedTuple):
     """
     Attributes:
         apart, size: L2 norms of the difference and of the second tensor.
         worst: largest of any block's difference, relative to the block and the floor.
+        alike: whether both sides are numbers in the same places; only then the rest is known.
     """
 
     apart: float
     size: float
     worst: float
+    alike: bool
 
 
-def host_gap(ours: Tensor, theirs: Tensor, block: int, floor: float, tiny: float) -> HostGap | None:
+def host_gap(ours: Tensor, theirs: Tensor, rules: Rules) -> HostGap | None:
     """The gap between two contiguous tensors of as many elements, one or more.
 
-    None for what the kernel is not for: memory that isn't on the host, other dtypes than bfloat16 and float32, values
-    that are not all finite or whose squares overflow, and a machine where it can't be built.
-
-    Args:
-        block: elements of a block.
-        floor, tiny: what is added to a block's norm: this share of the mean block's, or at least tiny.
+    None for what the kernel is not for: memory that isn't on the host, other dtypes than bfloat16 and float32, and a
+    machine where it can't be built.
     """
     name = _FUNCTIONS.get((ours.dtype, theirs.dtype))
     if name is None or not _plain(ours) or not _plain(theirs) or cpp_library.why_not(SOURCE) is not None:
         return None
-    gap = (ctypes.c_double * 3)()
-    getattr(_library(), name)(ours.data_ptr(), theirs.data_ptr(), ours.numel(), block, floor, tiny, gap)
-    if not math.isfinite(gap[0] + gap[1]):
-        return None
-    return HostGap(math.sqrt(gap[0]), math.sqrt(gap[1]), gap[2])
+    gap = (ctypes.c_double * 4)()
+    getattr(_library(), name)(ours.data_ptr(), theirs.data_ptr(), ours.numel(), ctypes.byref(rules), gap)
+    return HostGap(math.sqrt(gap[0]), math.sqrt(gap[1]), gap[2], bool(gap[3]))
 
 
 def _plain(values: Tensor) -> bool:
@@ -63,7 +76,7 @@ def _library() -> Any:
     loaded = cpp_library.load(SOURCE)
     for name in _FUNCTIONS.values():
         function = getattr(loaded, name)
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        function.argtypes = [pointer, pointer, number, number, ctypes.c_double, ctypes.c_double, pointer]
+        pointer = ctypes.c_void_p
+        function.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.POINTER(Rules), pointer]
         function.restype = None
     return loaded

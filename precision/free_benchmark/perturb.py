@@ -106,10 +106,9 @@ def flip_last_bit(tensor: Tensor) -> Tensor:
 def swap_ends(tensor: Tensor) -> Tensor:
     """The tensor with its first and last element exchanged."""
     changed = tensor.clone(memory_format=torch.contiguous_format)
-    flat = changed.view(-1)
-    first = flat[0].clone()
-    flat[0] = flat[-1]
-    flat[-1] = first
+    if changed.numel() > 1:
+        ends = _ends(changed)
+        ends.copy_(ends.flip(0))
     return changed
 
 
@@ -122,6 +121,12 @@ def made_by_noise(tensor: Tensor, changed: Tensor) -> float:
 
 def made_by_swap(changed: Tensor, size: float) -> float:
     """Relative change of a tensor of this L2 norm by swap_ends: two elements by the same amount."""
-    flat = changed.view(-1)
-    step = abs(float(flat[0]) - float(flat[-1]))
+    if changed.numel() == 1:
+        return 0.0
+    first, last = _ends(changed).tolist()
+    step = abs(first - last)
     return math.sqrt(2) * step / max(size, TINY) if 0.0 < step < math.inf else 0.0
+
+
+def _ends(contiguous: Tensor) -> Tensor:
+    return contiguous.view(-1)[:: contiguous.numel() - 1]

@@ -17,6 +17,7 @@ from precision.free_benchmark import host_distance
 from precision.free_benchmark.distance import BLOCK, Distance, distance, norm_of
 
 PAIRS = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+RULES = host_distance.Rules(BLOCK, 0.0, 1.0, 1e38)
 
 
 def by_torch(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
@@ -26,7 +27,7 @@ def by_torch(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
 
 def by_kernel(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
     assert cpp_library.why_not(host_distance.SOURCE) is None
-    assert host_distance.host_gap(ours.view(-1), theirs.view(-1), BLOCK, 0.0, 1.0) is not None
+    assert host_distance.host_gap(ours.view(-1), theirs.view(-1), RULES) is not None
     return distance(ours, theirs)
 
 
@@ -57,16 +58,19 @@ def test_every_element_counts(dtypes: Any, place: int) -> None:
     assert found.worst == pytest.approx(2 / math.sqrt(block), rel=0.1)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.finfo(torch.bfloat16).min])
-def test_what_is_no_number_is_left_to_torch(value: float) -> None:
-    ours, theirs = torch.ones(100), torch.ones(100)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.finfo(torch.bfloat16).min, 1e30])
+@pytest.mark.parametrize("measure", [by_kernel, by_torch])
+def test_what_is_no_number_counts_only_where_the_other_is_one(measure: Any, value: float) -> None:
+    ours, theirs = torch.ones(2 * BLOCK), torch.ones(2 * BLOCK)
     ours[7] = theirs[7] = value
     theirs[8] = 2
-    assert host_distance.host_gap(ours, theirs, BLOCK, 0.0, 1.0) is None
-    assert distance(ours, theirs).overall == pytest.approx(1 / math.sqrt(98 + 4))
-    assert norm_of(theirs) == pytest.approx(math.sqrt(98 + 4))
+    squares = 2 * BLOCK - 1 + 3 + (value**2 if value == 1e30 else 0)
+    assert measure(ours, theirs).overall == pytest.approx(1 / math.sqrt(squares))
+    assert norm_of(theirs) == pytest.approx(math.sqrt(squares))
     ours[7] = 1
-    assert distance(ours, theirs).worst == math.inf
+    assert measure(ours, theirs).worst == pytest.approx(1.0 if value == 1e30 else math.inf, rel=0.1)
+    ours[7], theirs[7] = -math.inf, math.inf
+    assert measure(ours, theirs).worst == math.inf
 
 
 def test_memory_the_kernel_must_not_read_is_left_to_torch() -> None:
