@@ -29,12 +29,13 @@ def render_html(report: dict[str, Any]) -> str:
         limits=text.limits(report),
         figures=[
             (label, [text.spread(variant["summary"].get(key), form) for variant in report["variants"].values()])
-            for key, label, form in text.ROWS
+            for key, label, form in text.shown_rows(report["variants"])
         ],
         figures_title=text.figures_title(report["environment"]),
         graphs=line,
         promise_kept=promise_kept,
         comparison=text.comparison_lines(report["comparison"]) if report["comparison"] else [],
+        profile_title=text.PROFILE_TITLE,
         ablation_cell=text.ablation_cell,
         plots=[(title, Markup(svg)) for title, svg in all_plots(report)],
         json_text=json.dumps(report, indent=1, ensure_ascii=False),

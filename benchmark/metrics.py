@@ -52,10 +52,12 @@ class StepTimer:
 
     Attributes:
         step_ms: milliseconds of each call, in order.
+        host_ms: how long the host took to issue each call; nearly all of step_ms where the host computes itself.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, clock: Clock = time.perf_counter) -> None:
         self.step_ms: list[float] = []
+        self.host_ms: list[float] = []
         self._model, self._device, self._clock = model, device, clock
         self._start = 0.0
         self._handles: list[RemovableHandle] = []
@@ -78,6 +80,7 @@ class StepTimer:
         self._start = self._clock()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self.host_ms.append((self._clock() - self._start) * 1000)
         synchronize(self._device)
         self.step_ms.append((self._clock() - self._start) * 1000)
 
@@ -92,6 +95,13 @@ class StepTimer:
     def decode_ms(self) -> float | None:
         """Mean of the calls after the first; None when there was only one."""
         return statistics.fmean(self.step_ms[1:]) if len(self.step_ms) > 1 else None
+
+    @property
+    def decode_host_ms(self) -> float | None:
+        """Mean time to issue the calls after the first; None when there was only one, or the host computes itself."""
+        if self._device.type == "cpu" or len(self.host_ms) < 2:
+            return None
+        return statistics.fmean(self.host_ms[1:])
 
 
 class TokenClock(BaseStreamer):
@@ -144,6 +154,10 @@ def round_figures(timer: StepTimer, clock: TokenClock, batch_size: int) -> dict[
     return {
         "prefill_ms": timer.prefill_ms,
         "decode_ms": timer.decode_ms,
+        "decode_host_ms": timer.decode_host_ms,
+        "between_steps_ms": None
+        if clock.tpot_ms is None or timer.decode_ms is None
+        else clock.tpot_ms - timer.decode_ms,
         "step_ms": list(timer.step_ms),
         "ttft_ms": clock.ttft_ms,
         "tpot_ms": clock.tpot_ms,

@@ -13,6 +13,7 @@ from benchmark.html_report import render_html
 from npu_tuned_model.errors import UserError
 
 FILES = ("report.json", "report.html")
+TRACE = "profile.json"
 # about the size of the two files
 _PROBE_BYTES = 512 * 1024
 
@@ -34,7 +35,7 @@ class OutputFolder:
             UserError: when it holds a report already, or can't be written.
         """
         self.path = path or Path("benchmark_reports") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        existing = [name for name in FILES if (self.path / name).exists()]
+        existing = [name for name in (*FILES, TRACE) if (self.path / name).exists()]
         if existing and not force:
             raise UserError(
                 f"{self.path} holds {' and '.join(existing)} of an earlier run; pass --force to overwrite, or another "
@@ -64,6 +65,11 @@ class OutputFolder:
         except OSError as error:
             raise self._refusal(error) from error
         return [self.path / name for name in FILES]
+
+    @property
+    def trace(self) -> Path:
+        """Where a profile goes."""
+        return self.path / TRACE
 
     def discard(self) -> None:
         """After a run that failed: remove the folder if this object made it and nothing is in it."""

@@ -15,6 +15,8 @@ from rich.table import Table
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("prefill_ms", "prefill, ms", "{:.1f}"),
     ("decode_ms", "decode, ms per token", "{:.2f}"),
+    ("decode_host_ms", "  of which the host issues it, ms", "{:.2f}"),
+    ("between_steps_ms", "host between decode steps, ms", "{:.2f}"),
     ("ttft_ms", "time to first token, ms", "{:.1f}"),
     ("tpot_ms", "time per output token, ms", "{:.2f}"),
     ("tokens_per_s", "tokens/s, prefill included", "{:.1f}"),
@@ -24,6 +26,9 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("decode_share_of_bandwidth", "decode, share of memory bandwidth", "{:.0%}"),
     ("decode_per_weights_read", "decode, in reads of the weights", "{:.2f}"),
 )
+
+
+PROFILE_TITLE = "Heaviest operators of one generation, by time of their own"
 
 
 def gigabytes(count: float) -> str:
@@ -136,6 +141,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _print_comparison(report["comparison"], console)
     if report["ablation"]:
         console.print(_ablation(report["ablation"]))
+    if report["profile"]:
+        console.print(_profile(report["profile"]))
     if report["sample_text"] is not None:
         console.print("Start of row 0's text:", report["sample_text"][:300], markup=False, highlight=False)
     for note in report["notes"]:
@@ -191,12 +198,24 @@ def figures_title(environment: dict[str, Any]) -> str:
     return f"{title}; simulated, no performance figures" if environment["simulated"] else title
 
 
+def shown_rows(variants: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Those of ROWS that any variant has."""
+    return [row for row in ROWS if any(row[0] in variant["summary"] for variant in variants.values())]
+
+
 def _figures(report: dict[str, Any]) -> Table:
     variants = report["variants"]
     table = report_table(figures_title(report["environment"]), "", *variants)
-    for key, label, form in ROWS:
+    for key, label, form in shown_rows(variants):
         values = [spread(variant["summary"].get(key), form) for variant in variants.values()]
         table.add_row(label, *values)
+    return table
+
+
+def _profile(operators: list[dict[str, Any]]) -> Table:
+    table = report_table(PROFILE_TITLE, "operator", "calls", "ms", "share")
+    for entry in operators:
+        table.add_row(escape(entry["operator"]), str(entry["calls"]), f"{entry['ms']:.2f}", f"{entry['share']:.1%}")
     return table
 
 

@@ -30,6 +30,14 @@ _OPTIONS = (
     ),
     click.option("--lora", type=click.Path(path_type=Path), help="LoRA adapter (PEFT) to merge while loading."),
     click.option("--rounds", type=_positive(), default=3, show_default=True),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="The same tokens from run to run and whatever the batch; what that costs is in the figures.",
+    ),
+    click.option(
+        "--profile", is_flag=True, help="Also trace one generation: profile.json and the ten heaviest operators."
+    ),
     click.option("--check_finite", is_flag=True, help="First look for NaN and Inf in every layer's result."),
     click.option(
         "--output_dir",

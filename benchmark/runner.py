@@ -27,6 +27,7 @@ from benchmark.environment import SIMULATED, environment, is_simulated
 from benchmark.generate import FIXED_LENGTH, Subject, generate, load_stock, timed_generation
 from benchmark.graph_nodes import graph_node_rows
 from benchmark.metrics import PeakMemory, summarise
+from benchmark.operator_profile import PROFILED_TOKENS, check_profiler, profile
 from benchmark.ranks import Ranks, check_single, parallel_report
 from benchmark.sample_checkpoint import sample_checkpoint
 from benchmark.workload import Workload, load_tokenizer, make_workload, read_prompts
@@ -34,6 +35,7 @@ from npu_tuned_model import TuningOptions, load_model
 from npu_tuned_model.check_finite import FiniteCheck
 from npu_tuned_model.checkpoint_layout import check_tp_size, converted_tp_size
 from npu_tuned_model.config import read_config, resolve_checkpoint
+from npu_tuned_model.deterministic import determinism_in_force, make_deterministic
 from npu_tuned_model.device import resolve_device, resolve_dtype
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.graph import GraphOptions, has_cpp_compiler
@@ -63,6 +65,8 @@ class Settings:
     graph: GraphOptions
     attention: str
     lora: Path | None = None
+    deterministic: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,12 @@ def prepare(
     transformers.logging.set_verbosity_error()
     ranks = ranks or Ranks()
     device, dtype = resolve_device(settings.device), resolve_dtype(settings.dtype)
-    process = process or set_up(settings.setup, device)
+    if settings.profile:
+        check_profiler(device)
+    if process is None:
+        if settings.deterministic:
+            make_deterministic(device)
+        process = set_up(settings.setup, device)
     prompts = None if settings.prompts is None else read_prompts(settings.prompts)
     notes = [SIMULATED] if is_simulated(device) else []
     if settings.model_path is None:
@@ -133,8 +142,11 @@ def prepare(
     return prepared
 
 
-def run(prepared: Prepared, console: Console) -> dict[str, Any]:
+def run(prepared: Prepared, console: Console, trace: Path | None = None) -> dict[str, Any]:
     """Measure. The report's keys are documented by what benchmark/report.py shows of them.
+
+    Args:
+        trace: file for a profile's trace, where settings.profile asks for one.
 
     Raises:
         UserError: for a broken checkpoint, or NaN/Inf where --check_finite looks for it.
@@ -164,7 +176,9 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
             generate(model, workload, device=device)
         notes.append("--check_finite: no NaN or Inf in any layer's result over one whole generation")
     if graph:
-        model.run_graph(settings.graph)
+        model.run_graph(settings.graph, deterministic=settings.deterministic)
+    else:
+        model.run_eager(deterministic=settings.deterministic)
 
     memory.reset()
     tuned = Subject(TUNED, model)
@@ -229,6 +243,7 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
         "tensor_parallel": None,
         "comparison": None,
         "ablation": None,
+        "profile": None,
         "sample_text": None,
     }
     if ranks.size > 1:
@@ -240,12 +255,25 @@ def run(prepared: Prepared, console: Console) -> dict[str, Any]:
         # the host's times for an NPU's work say nothing about which is faster
         speed_up = dict.fromkeys(("prefill", "decode")) if is_simulated(device) else ratios(rounds)
         report["comparison"] = {**speed_up, "tokens": agreement}
+    if settings.profile:
+        report["profile"] = _profile(model, workload, device, trace)
     if settings.ablation:
         del model, tuned, subjects, ceilings
         torch._dynamo.reset()
         gc.collect()
         report["ablation"] = _ablation(prepared, graph, console)
     return report
+
+
+def _profile(model: Any, workload: Workload, device: torch.device, trace: Path | None) -> list[dict[str, Any]] | None:
+    def one_generation() -> None:
+        generate(model, workload, device=device, steps=min(workload.max_new_tokens, PROFILED_TOKENS))
+
+    if trace is None:
+        # another rank's profile needs this one's part in the sums
+        one_generation()
+        return None
+    return profile(one_generation, device, trace)
 
 
 def _model_entry(prepared: Prepared) -> dict[str, Any]:
@@ -304,7 +332,7 @@ def _in_force(prepared: Prepared, model: Any) -> list[InForce]:
         tied=prepared.config.tie_word_embeddings,
         why_no_native_kernels=model.why_no_native_kernels(),
     )
-    return rows + _npu_graph_rows(prepared, model) + prepared.process.in_force()
+    return [*rows, determinism_in_force(model), *_npu_graph_rows(prepared, model), *prepared.process.in_force()]
 
 
 def _npu_graph_rows(prepared: Prepared, model: Any) -> list[InForce]:

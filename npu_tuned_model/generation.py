@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from npu_tuned_model import cpu_kernels
 from npu_tuned_model.chip import AttentionPlan, check_model, plan_attention
+from npu_tuned_model.deterministic import rows_computed_alike, same_steps_in_every_mode
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.frozen_gc import frozen_gc
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
@@ -43,18 +44,38 @@ class GenerationSteps:
     attention: str = "auto"
     # no garbage collection between the tokens of a generation
     freeze_gc: bool = True
+    # a prompt's result doesn't hang on the batch it is in
+    deterministic: bool = False
 
-    def run_eager(self) -> None:
-        """Run prefill and decode as plain Python from now on."""
-        self.steps = EagerSteps(self)
+    def run_eager(self, *, deterministic: bool = False) -> None:
+        """Run prefill and decode as plain Python from now on.
 
-    def run_graph(self, graph_options: GraphOptions | None = None) -> None:
-        """Compile prefill and decode, each when it is first called, and run the graphs from now on.
+        Args:
+            deterministic: see deterministic.py; call make_deterministic() of that file as well.
 
         Raises:
-            UserError: when the back end can't run here (no C++ compiler, no torchair).
+            UserError: when asked to be deterministic without the fixed KV cache.
         """
-        self.steps = CompiledSteps(self, graph_options or GraphOptions())
+        self._set_deterministic(deterministic)
+        self.steps = (same_steps_in_every_mode(self) if deterministic else None) or EagerSteps(self)
+
+    def run_graph(self, graph_options: GraphOptions | None = None, *, deterministic: bool = False) -> None:
+        """Compile prefill and decode, each when it is first called, and run the graphs from now on.
+
+        Args:
+            deterministic: as in run_eager().
+
+        Raises:
+            UserError: when the back end can't run here (no C++ compiler, no torchair), or as run_eager() does.
+        """
+        self._set_deterministic(deterministic)
+        same = same_steps_in_every_mode(self) if deterministic else None
+        self.steps = same or CompiledSteps(self, graph_options or GraphOptions())
+
+    def _set_deterministic(self, deterministic: bool) -> None:
+        if deterministic and not self.options.fixed_kv_cache:
+            raise UserError("deterministic needs fixed_kv_cache: rows of a growing cache share their columns")
+        self.deterministic = deterministic
 
     def new_cache(self, batch: int, capacity: int) -> FixedKVCache | GrowingKVCache:
         """An empty KV cache for `batch` rows of up to `capacity` tokens (prompt and new ones together).
@@ -179,6 +200,8 @@ class GenerationSteps:
                 order = torch.argsort((attention_mask == 0).to(torch.int8), dim=1, stable=True)
                 input_ids = input_ids.gather(1, order)
         cache.check_room(max(lengths))
+        if self.deterministic and (batch > 1 or lengths[0] < length):
+            return self._prefill_rows(input_ids, lengths, order, cache)
         padded = self.steps.padded_length(length)
         input_ids = torch.nn.functional.pad(input_ids, (0, padded - length))
         last_rows = None
@@ -188,11 +211,19 @@ class GenerationSteps:
         cache.start(lengths)
         if last_rows is not None:
             return logits[:, None]
-        logits = logits.view(batch, padded, -1)[:, :length]
-        if order is not None:
-            back = torch.argsort(order, dim=1)[:, :, None]
-            logits = logits.gather(1, back.expand(-1, -1, logits.shape[-1]))
-        return logits
+        return _put_back(logits.view(batch, padded, -1)[:, :length], order)
+
+    def _prefill_rows(self, input_ids: Tensor, lengths: list[int], order: Tensor | None, cache: Any) -> Tensor:
+        rows = [
+            self._prefill(input_ids[row : row + 1, :length], None, cache.rows(row, row + 1))
+            for row, length in enumerate(lengths)
+        ]
+        cache.start(lengths)
+        if self.options.last_token_logits:
+            return torch.cat(rows)
+        length = input_ids.shape[1]
+        whole = [torch.nn.functional.pad(logits, (0, 0, 0, length - logits.shape[1])) for logits in rows]
+        return _put_back(torch.cat(whole), order)
 
     def _decode(self, input_ids: Tensor, cache: KVCache) -> Tensor:
         if input_ids.shape[1] != 1:
@@ -201,9 +232,19 @@ class GenerationSteps:
                 "one at a time; to go on from a longer text, start a new generation with the whole text"
             )
         cache.check_room(1)
-        logits = self.steps.decode(input_ids, cache.positions, cache.decode_window(), cache)
+        together = rows_computed_alike(self.steps) if self.deterministic else cache.batch
+        if cache.batch <= together:
+            logits = self.steps.decode(input_ids, cache.positions, cache.decode_window(), cache)
+        else:
+            logits = torch.cat(
+                [self._decode_rows(input_ids, row, together, cache) for row in range(0, cache.batch, together)]
+            )
         cache.advance()
         return logits[:, None]
+
+    def _decode_rows(self, input_ids: Tensor, first: int, count: int, cache: Any) -> Tensor:
+        rows = cache.rows(first, min(first + count, cache.batch))
+        return self.steps.decode(input_ids[first : first + count], rows.positions, rows.decode_window(), rows)
 
     # transformers' generate() calls the methods below
 
@@ -270,3 +311,11 @@ class GenerationSteps:
         if not self.is_packed():
             return "needs packed_weights"
         return cpu_kernels.why_not() or "oneDNN packs the weights in a layout that the kernels don't know"
+
+
+def _put_back(logits: Tensor, order: Tensor | None) -> Tensor:
+    """(batch, sequence, vocabulary) of prompts stored without padding, in the caller's columns."""
+    if order is None:
+        return logits
+    back = torch.argsort(order, dim=1)[:, :, None]
+    return logits.gather(1, back.expand(-1, -1, logits.shape[-1]))

@@ -6,6 +6,7 @@ slot length_b, whatever padding the caller's batch had. So decode needs lengths 
 
 from __future__ import annotations
 
+import copy
 from typing import Sequence, Union
 
 import torch
@@ -133,6 +134,17 @@ class FixedKVCache(KVCache):
         for tensor in sized:
             torch._dynamo.mark_dynamic(tensor, 0)
         return sized if self.plan.lengths == "host" else sized[0]
+
+    def rows(self, first: int, end: int) -> FixedKVCache:
+        """These rows as a cache of their own, on the same memory."""
+        part = copy.copy(self)
+        part.batch = end - first
+        part.lengths = self.lengths[first:end]
+        part.positions, part.filled = self.positions[first:end], self.filled[first:end]
+        part.prompt_start = self.prompt_start[first:end]
+        part.keys = [key[first:end] for key in self.keys]
+        part.values = [value[first:end] for value in self.values]
+        return part
 
     def write_prompt(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store a prompt's keys and values, (batch, sequence, kv_heads, head_dim) each, from slot 0 on."""

@@ -61,14 +61,15 @@ def main(
 
     with user_errors(), errors_of_rank():
         single = None if single_report is None else read_single(single_report)
-        ranks, device_name, process = join(device, setup, timeout_s, graph=options["execute_mode"] == "dynamo")
+        graph, deterministic = options["execute_mode"] == "dynamo", options["deterministic"]
+        ranks, device_name, process = join(device, setup, timeout_s, graph=graph, deterministic=deterministic)
         first = ranks.shard.rank == 0
         console = Console(quiet=not first)
         settings = runner.Settings(device=device_name, compare=False, ablation=False, setup=setup, **options)
         prepared = runner.prepare(settings, console, dataclasses.replace(ranks, single=single), process)
         output = OutputFolder(output_dir, force=force) if first else None
         try:
-            report = runner.run(prepared, console)
+            report = runner.run(prepared, console, None if output is None else output.trace)
             if output is None:
                 return
             console_report.print_report(report, console)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmark.ranks import Ranks
+from npu_tuned_model.deterministic import make_deterministic
 from npu_tuned_model.device import resolve_device
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.npu_setup import NpuSetup, PreparedSetup, set_up
@@ -60,7 +61,9 @@ def share_cores(ranks_here: int) -> None:
         torch.set_num_threads(max(cores // ranks_here, 1))
 
 
-def join(device: str, setup: NpuSetup, timeout_s: float, *, graph: bool) -> tuple[Ranks, str, PreparedSetup]:
+def join(
+    device: str, setup: NpuSetup, timeout_s: float, *, graph: bool, deterministic: bool = False
+) -> tuple[Ranks, str, PreparedSetup]:
     """Set this process up and join the other ranks.
 
     Args:
@@ -68,6 +71,7 @@ def join(device: str, setup: NpuSetup, timeout_s: float, *, graph: bool) -> tupl
         setup: cores and HCCL's variables are settled before the ranks meet.
         graph: whether the model runs as graphs. On a CPU they sum through gloo: ranks that had DeepSpeed's operator in
             a graph were seen waiting for each other for minutes.
+        deterministic: tell torch and the device's libraries, which read it when they start, to be deterministic.
         timeout_s: after which a sum over the ranks that one of them doesn't answer ends this process with an error.
 
     Returns:
@@ -86,6 +90,8 @@ def join(device: str, setup: NpuSetup, timeout_s: float, *, graph: bool) -> tupl
     else:
         share_cores(ranks_here)
     ranks = int(os.environ["WORLD_SIZE"])
+    if deterministic:
+        make_deterministic(torch.device(name))
     process = set_up(setup, torch.device(name), local_rank=local_rank, local_ranks=ranks_here, ranks=ranks)
     os.environ.setdefault("DS_ACCELERATOR", kind)
     try:

@@ -43,7 +43,7 @@ def main(output_dir: Path | None, force: bool, compare: str | None, model_path: 
         prepared = runner.prepare(settings, console)
         output = OutputFolder(output_dir, force=force)
         try:
-            report = runner.run(prepared, console)
+            report = runner.run(prepared, console, output.trace)
             console_report.print_report(report, console)
             files = output.write(report)
         finally:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
@@ -81,6 +81,28 @@ def test_graph_mode_compiles_two_graphs_and_none_later(small_run: Run, tmp_path:
     assert report["comparison"] is None
     assert "none after warm-up" in " ".join(outcome.out.split())
     assert any("no NaN or Inf" in note for note in report["notes"])
+
+
+@pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_a_deterministic_run_with_a_profile(small_run: Run, tmp_path: Path, torch_as_before: None) -> None:
+    outcome = small_run("--execute_mode=eager", "--deterministic", "--profile", f"--output_dir={tmp_path}")
+    assert outcome.code == 0, outcome.err
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    (row,) = [row for row in report["in_force"] if row["name"] == "deterministic"]
+    assert row["active"]
+    assert torch.are_deterministic_algorithms_enabled()
+    assert 0 < len(report["profile"]) <= 10
+    assert "Heaviest operators" in outcome.out
+    events = json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {entry["operator"] for entry in report["profile"]} <= {event["name"] for event in events}
+    assert "Heaviest operators" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert_refused(small_run(f"--output_dir={tmp_path}"), "profile.json of an earlier run")
 
 
 def test_without_a_compiler_it_says_so_and_runs_eager(
