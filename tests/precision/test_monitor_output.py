@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from monitor_runs import OPS, Net, batches, by_name, loss_of, read
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from precision.monitor import Monitor
@@ -253,16 +254,10 @@ def test_lines_on_the_console_when_asked(tmp_path: Path, capsys: pytest.CaptureF
     assert f"gradient norm {norm:.3g}"[:-1] in lines[1]
 
 
-@pytest.fixture
-def tensorboard_events() -> Any:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    return lambda folder: accumulator.EventAccumulator(str(folder)).Reload()
-
-
-def test_tensorboard(tmp_path: Path, tensorboard_events: Any) -> None:
+def test_tensorboard(tmp_path: Path) -> None:
     monitor = train(tmp_path, 3, format="both")
     assert monitor.folder is not None
-    events = tensorboard_events(monitor.folder)
+    events = EventAccumulator(str(monitor.folder)).Reload()
     points = [(event.step, event.value) for event in events.Scalars("param_updated/0:head.bias/norm")]
     rows = [row for row in read(monitor.folder, "param_updated") if row["name"] == "head.bias"]
     assert points == [(int(row["step"]), pytest.approx(float(row["norm"]), rel=1e-5)) for row in rows]
