@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,11 @@ from precision.dump import known_tensors
 
 SOURCE = Path(__file__).with_name("host_statistics.cpp")
 _FUNCTIONS = {torch.float32: "measure_float32", torch.bfloat16: "measure_bfloat16"}
+# The doubles that a kernel writes: norm, smallest and largest element, mean, share of zeros, number of NaNs.
+FIGURES = 6
+# (address of the elements, their number, what is closer to zero counts as zero, address for the figures); False, and no
+# figures, where not all elements are finite.
+Kernel = Callable[[int, int, float, int], bool]
 
 
 class HostFigures(NamedTuple):
@@ -26,7 +30,7 @@ class HostFigures(NamedTuple):
 
     max: float
     min: float
-    sum: float
+    mean: float
     norm: float
 
 
@@ -36,19 +40,13 @@ def host_figures(values: Tensor) -> HostFigures | None:
     That is: memory that isn't on the host or has gaps, dtypes other than float32 and bfloat16, values that are not all
     finite, and a machine where the kernel can't be built (see why_not).
     """
-    name = _FUNCTIONS.get(values.dtype)
-    if (
-        name is None
-        or values.device.type not in known_tensors.HOST_DEVICES
-        or not _dense(values)
-        or why_not() is not None
-    ):
+    kernel = kernels().get(values.dtype)
+    if kernel is None or values.device.type not in known_tensors.HOST_DEVICES or not _dense(values):
         return None
-    figures = (ctypes.c_double * 4)()
-    getattr(_library(), name)(values.data_ptr(), values.numel(), figures)
-    if not math.isfinite(figures[3]):
+    figures = (ctypes.c_double * FIGURES)()
+    if not kernel(values.data_ptr(), values.numel(), 0.0, ctypes.addressof(figures)):
         return None
-    return HostFigures(figures[0], figures[1], figures[2], math.sqrt(figures[3]))
+    return HostFigures(max=figures[2], min=figures[1], mean=figures[3], norm=figures[0])
 
 
 def why_not() -> str | None:
@@ -56,16 +54,20 @@ def why_not() -> str | None:
     return cpp_library.why_not(SOURCE)
 
 
+@functools.lru_cache(maxsize=1)
+def kernels() -> dict[torch.dtype, Kernel]:
+    """The kernel for each dtype that has one; none on a machine where they can't be built (see why_not)."""
+    if why_not() is not None:
+        return {}
+    found = {}
+    for dtype, name in _FUNCTIONS.items():
+        function = getattr(cpp_library.load(SOURCE), name)
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p]
+        function.restype = ctypes.c_bool
+        found[dtype] = function
+    return found
+
+
 def _dense(values: Tensor) -> bool:
     # the order of the elements says nothing to the figures: a transposed tensor is as good
     return values.is_contiguous() or (values.dim() == 2 and values.t().is_contiguous())
-
-
-@functools.lru_cache(maxsize=1)
-def _library() -> Any:
-    loaded = cpp_library.load(SOURCE)
-    for name in _FUNCTIONS.values():
-        function = getattr(loaded, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        function.restype = None
-    return loaded

@@ -92,8 +92,7 @@ class StatisticsBatch:
             values = values.abs()
         figures_now = host_figures(values)
         if figures_now is not None:
-            measured.max, measured.min, total, measured.norm = figures_now
-            measured.mean = total / values.numel()
+            measured.max, measured.min, measured.mean, measured.norm = figures_now
             return
         if values.is_floating_point():
             figures, kind = _float_figures(values), "float"

@@ -1,7 +1,8 @@
 """Six figures of many tensors, computed on their device and read back in one transfer.
 
-Small tensors are copied when they are met and reduced together, one kernel for all of one size; large ones are reduced
-at once, in pieces that stay in the cache. Sums run in float32 (float64 for float64 tensors and between pieces).
+In host memory a C++ kernel reads each tensor once. Elsewhere, and for what the kernel is not for, small tensors are
+copied when they are met and reduced together, one kernel for all of one size; large ones are reduced at once, in
+pieces. Sums run in float32 (float64 for float64 tensors and between pieces).
 """
 
 from __future__ import annotations
@@ -9,27 +10,38 @@ from __future__ import annotations
 import math
 from typing import Any, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from precision.dump.host_statistics import FIGURES, kernels
 from precision.dump.known_tensors import HOST_DEVICES, KnownTensors, dense
 
 # What each figure is, of a tensor x: norm is L2, zeros the share of elements with abs(x) < eps, nans their number.
 OPS = ("norm", "min", "max", "mean", "zeros", "nans")
 SMALL = 1 << 13
+# Tensors that the kernel reads as fast as it is looked up whether they were measured before.
+QUICK = 1 << 16
 # Elements per piece: float32 copies of one stay in a host core's cache; a device takes larger ones to be kept busy.
 HOST_PIECE = 1 << 17
 DEVICE_PIECE = 1 << 21
 # Small tensors are reduced as soon as their copies take this much.
 STAGED_BYTES = 2 << 20
+# What other subclasses hold may lie elsewhere.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Transfer:
     """Figures on their way to the host."""
 
-    def __init__(self, order: list[int], parts: list[Tensor], host_rows: dict[int, list[float]]) -> None:
+    def __init__(self, rows: list[list[float]], order: list[int], parts: list[Tensor]) -> None:
+        """
+        Args:
+            rows: a row for each number that Batch.add returned, as far as it is known.
+            order, parts: numbers of the others, and their figures.
+        """
+        self._rows = rows
         self._order = order
-        self._host_rows = host_rows
         self._event: Any = None
         self._host: Tensor | None = None
         if parts:
@@ -50,15 +62,13 @@ class Transfer:
 
     def rows(self) -> list[list[float]]:
         """One row of figures (in the order of OPS) for each number that Batch.add returned; waits for the device."""
-        rows: list[list[float]] = [[]] * (len(self._order) + len(self._host_rows))
-        for number, figures in self._host_rows.items():
-            rows[number] = figures
         if self._host is not None:
             if self._event is not None:
                 self._event.synchronize()
             for number, figures in zip(self._order, self._host.tolist()):
-                rows[number] = figures
-        return rows
+                self._rows[number] = figures
+            self._host = None
+        return self._rows
 
 
 class Batch:
@@ -79,7 +89,13 @@ class Batch:
         self._wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._wanted = frozenset(ops)
         self._eps = eps
-        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._kernels = kernels() if self._on_host else {}
+        # 0 counts none
+        self._kernel_eps = eps if "zeros" in self._wanted else 0.0
+        # a row for each number, where the kernel writes
+        self._table = np.empty((64, FIGURES))
+        self._unwanted = [place for place, op in enumerate(OPS) if op not in self._wanted]
+        self._unlooked = QUICK if self._kernels else SMALL
         self.clear()
 
     def add(self, tensor: Tensor, *, lasting: bool = False) -> int:
@@ -90,25 +106,15 @@ class Batch:
             lasting: whether the same tensor object may come by again unchanged, which is looked up.
         """
         number = self._count
-        size = tensor.numel()
-        if size <= SMALL and tensor.layout == torch.strided and size and not tensor.is_complex():
-            self._count += 1
-            self._stage(number, size, tensor)
-            return number
-        if lasting:
+        looked_up = lasting and tensor.numel() > self._unlooked
+        if looked_up:
             known = self._known.get(tensor)
             if known is not None:
                 return known
         self._count += 1
-        values = dense(tensor)
-        values = values.abs() if values.is_complex() else values
-        on_host = self._on_host_figures(values) if self._on_host and values.numel() else None
-        if on_host is not None:
-            self._host_rows[number] = on_host
-        else:
-            self._order.append(number)
-            self._parts.append(self._measure_large(values))
-        if lasting:
+        if not self._measure_on_host(number, tensor):
+            self._measure_by_torch(number, tensor)
+        if looked_up:
             self._known.put(tensor, number)
         return number
 
@@ -125,7 +131,7 @@ class Batch:
     def send(self) -> Transfer:
         """Start the transfer of everything added so far, and begin anew."""
         self._reduce_staged()
-        transfer = Transfer(self._order, self._parts, self._host_rows)
+        transfer = Transfer(self._host_rows(), self._order, self._parts)
         self.clear()
         return transfer
 
@@ -134,10 +140,40 @@ class Batch:
         self._count = 0
         self._order: list[int] = []
         self._parts: list[Tensor] = []
-        self._host_rows: dict[int, list[float]] = {}
         self._staged: dict[tuple[torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         self._staged_bytes = 0
         self._known: KnownTensors[int] = KnownTensors(same_layout=False, devices_across_steps=False)
+
+    def _measure_on_host(self, number: int, tensor: Tensor) -> bool:
+        """Have the kernel fill in a row; False where it is not for the tensor, or finds that it isn't finite."""
+        kernel = self._kernels.get(tensor.dtype)
+        if kernel is None or type(tensor) not in _PLAIN_TYPES:
+            return False
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+            tensor = _flat(dense(tensor)).contiguous()
+        size = tensor.numel()
+        if not size:
+            return False
+        if number >= len(self._table):
+            self._table = np.concatenate([self._table, np.empty((number, FIGURES))])
+        address = self._table.ctypes.data + number * self._table.strides[0]
+        return kernel(tensor.data_ptr(), size, self._kernel_eps, address)
+
+    def _host_rows(self) -> list[list[float]]:
+        if not self._kernels:
+            return [[]] * self._count
+        table = self._table[: self._count]
+        table[:, self._unwanted] = math.nan
+        return table.tolist()
+
+    def _measure_by_torch(self, number: int, tensor: Tensor) -> None:
+        size = tensor.numel()
+        if size <= SMALL and tensor.layout == torch.strided and size and not tensor.is_complex():
+            self._stage(number, size, tensor)
+            return
+        values = dense(tensor)
+        self._order.append(number)
+        self._parts.append(self._measure_large(values.abs() if values.is_complex() else values))
 
     def _stage(self, number: int, size: int, tensor: Tensor) -> None:
         # the copy keeps the value from later in-place changes
@@ -162,45 +198,12 @@ class Batch:
         self._staged = {}
         self._staged_bytes = 0
 
-    def _on_host_figures(self, values: Tensor) -> list[float] | None:
-        """The figures of a large tensor on the host, None when it isn't finite: reading back costs nothing there."""
-        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        buffer = self._buffers.get(wide)
-        if buffer is None:
-            # kept, since new memory costs more than the work on it
-            buffer = self._buffers[wide] = torch.empty(HOST_PIECE, dtype=wide)
-        wanted = self._wanted
-        squares = total = above = 0.0
-        lows, highs = [], []
-        for piece in _flat(values).split(HOST_PIECE):
-            work = buffer[: piece.numel()]
-            row = piece if piece.dtype == wide else work.copy_(piece)
-            if wanted & {"norm", "nans", "zeros", "min", "max"}:
-                norm = torch.linalg.vector_norm(row).item()
-                if not math.isfinite(norm):
-                    return None
-                squares += norm * norm
-            if "min" in wanted:
-                lows.append(row.amin().item())
-            if "max" in wanted:
-                highs.append(row.amax().item())
-            if "mean" in wanted:
-                total += row.sum().item()
-            if "zeros" in wanted:
-                # comparing into a float tensor and adding it up is several times faster than counting booleans
-                torch.abs(row, out=work)
-                above += torch.ge(work, self._eps, out=work).sum().item()
-        size = values.numel()
-        figures = {"norm": math.sqrt(squares), "mean": total / size, "zeros": (size - above) / size, "nans": 0.0}
-        figures.update(min=min(lows, default=math.nan), max=max(highs, default=math.nan))
-        return [figures[op] if op in wanted else math.nan for op in OPS]
-
     def _measure_large(self, values: Tensor) -> Tensor:
         size = values.numel()
         if size == 0:
             return torch.full((1, len(OPS)), math.nan, dtype=self._wide, device=values.device)
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        length = min(DEVICE_PIECE, size)
+        length = min(HOST_PIECE if self._on_host else DEVICE_PIECE, size)
         buffer = torch.empty(1, length, dtype=wide, device=values.device)
         pieces = []
         for piece in _flat(values).split(length):

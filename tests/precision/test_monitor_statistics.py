@@ -10,10 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monitor_runs import OPS, figures
 
-from precision.monitor.statistics import HOST_PIECE, SMALL, Batch
+from precision.monitor import statistics
+from precision.monitor.statistics import HOST_PIECE, QUICK, SMALL, Batch
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the C++ kernel, and as on a machine where it can't be built."""
+    assert statistics.kernels()
+    if request.param == "torch":
+        monkeypatch.setattr(statistics, "kernels", dict)
 
 
 def measured(*tensors: torch.Tensor, lasting: bool = False, **options: object) -> list[dict[str, float]]:
@@ -56,6 +65,7 @@ def test_small_tensors(shape: list[int], dtype: torch.dtype, zeros: float, nan: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1, HOST_PIECE, 2 * HOST_PIECE + 17])
 @pytest.mark.parametrize("special", [None, math.nan, math.inf])
+@pytest.mark.usefixtures("both_ways")
 def test_large_tensors(dtype: torch.dtype, size: int, special: float | None) -> None:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(size))
     tensor[: size // 3] = 0
@@ -68,6 +78,16 @@ def test_large_tensors(dtype: torch.dtype, size: int, special: float | None) -> 
     assert torch.equal(tensor.nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [10, SMALL * 3])
+@pytest.mark.parametrize("scale", [1e-38, 1e-22, 1e22])
+def test_squares_that_float_cannot_hold(dtype: torch.dtype, size: int, scale: float) -> None:
+    # the second moment of a gradient of 1e-9
+    tensor = (torch.rand(size, dtype=torch.float64) * scale).to(dtype)
+    assert_same(measured(tensor)[0], tensor)
+
+
+@pytest.mark.usefixtures("both_ways")
 def test_layouts_and_kinds() -> None:
     large = torch.randn(300, 400)
     for tensor in (
@@ -99,7 +119,7 @@ def test_the_value_is_the_one_at_the_time(size: int) -> None:
 
 def test_an_unchanged_tensor_is_measured_once() -> None:
     batch = Batch(CPU)
-    tensor = torch.ones(SMALL * 2)
+    tensor = torch.ones(QUICK + 1)
     assert batch.add(tensor, lasting=True) == batch.add(tensor, lasting=True)
     assert batch.add(tensor, lasting=True) != batch.add(tensor.clone(), lasting=True)
 
@@ -126,6 +146,7 @@ def test_values_travel_along_and_batches_begin_anew() -> None:
     assert batch.add(torch.ones(3)) == 0
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_more_small_tensors_than_are_kept() -> None:
     tensors = [torch.full((SMALL,), float(number)) for number in range(200)]
     assert [found["max"] for found in measured(*tensors)] == list(range(200))
