@@ -98,14 +98,14 @@ class Examiner:
             condition = math.nan
             for place, ours, theirs in _pairs(cut.of(result), again):
                 gap = distance(ours, theirs)
-                if gap.worst > limits.precision_limit(_dtype(call, ours)) and math.isnan(condition):
+                if gap.worst > limits.precision_limit(_dtype(call, ours), call.name) and math.isnan(condition):
                     condition = self._probe(call, wider, again, device, worst=True)
                 before = joined.get(place, (ZERO, math.nan))
                 known = [value for value in (before[1], condition) if not math.isnan(value)]
                 joined[place] = (before[0].joined(gap), max(known, default=math.nan))
             del wider, again
         return [
-            precision_finding(place, outputs[place], gap.worst, condition, _dtype(call, outputs[place]))
+            precision_finding(place, outputs[place], gap.worst, condition, _dtype(call, outputs[place]), call.name)
             for place, (gap, condition) in joined.items()
         ]
 
@@ -204,10 +204,12 @@ class Examiner:
             if not ours.is_floating_point():
                 continue
             gap = distance(ours, theirs).worst
-            local = number if gap <= limits.precision_limit(_dtype(call, ours)) else math.nan
+            local = number if gap <= limits.precision_limit(_dtype(call, ours), call.name) else math.nan
             if math.isnan(local):
                 local = self._probe(call, wider, again, None, worst=True)
-            finding = precision_finding(place, ours, gap, local, _dtype(call, ours))._replace(condition=number)
+            finding = precision_finding(place, ours, gap, local, _dtype(call, ours), call.name)._replace(
+                condition=number
+            )
             if not finding.flagged and number > limits.CONDITION:
                 finding = finding._replace(
                     verdict=findings.ILL_CONDITIONED,
@@ -271,9 +273,11 @@ def _finding(place: int, output: Tensor, error: float, limit: float) -> Finding:
     return Finding(place, str(output.dtype), str(output.shape), error, limit)
 
 
-def precision_finding(place: int, output: Tensor, error: float, condition: float, dtype: torch.dtype) -> Finding:
+def precision_finding(
+    place: int, output: Tensor, error: float, condition: float, dtype: torch.dtype, api: str = ""
+) -> Finding:
     """A result held against one in a wider precision; `condition` is NaN where it was not needed."""
-    limit = limits.precision_limit(dtype)
+    limit = limits.precision_limit(dtype, api)
     if not math.isnan(condition):
         limit += limits.accumulation_error(dtype) * condition
     finding = _finding(place, output, error, limit)._replace(condition=condition)
