@@ -3,7 +3,7 @@
 The tuned model names its parameters as the checkpoint does, except that q, k and v projections are one `qkv` and the
 gate and up projections one `gate_up_proj`. `load_weights` joins them while reading and `unfused_state_dict` takes them
 apart again, both as checkpoint_layout.py says. Loading needs the memory of the weights plus that of one shard; a rank
-of many reads and holds its part only.
+of many reads and holds its part only. Weights that the model holds as int8 are quantised a few rows at a time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ from transformers import Qwen2Config
 from npu_tuned_model.checkpoint_files import StoredTensor, WeightSource
 from npu_tuned_model.checkpoint_layout import (
     EMBEDDING,
+    FLOATS,
     HEAD,
+    VOCABULARY,
     WHOLE,
     Piece,
+    Quantised,
     Shard,
     pieces_of,
+    scale_name,
     shape_of,
     some,
     split_name,
 )
+from npu_tuned_model.checkpoint_rows import RowReader, Rows
 from npu_tuned_model.errors import CheckpointError
 from npu_tuned_model.lora import LoraAdapter
+from npu_tuned_model.quantise import quantise_rows
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Old checkpoints carry this table; the model computes its own.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 _COMPARED_ROWS = 4096
+# quantised at a time: they are float32 meanwhile
+_CHUNK_ELEMENTS = 2**20
 
 
 def load_weights(
@@ -47,6 +55,7 @@ def load_weights(
     on_ready: Callable[[str, nn.Module], None] | None = None,
     shard: Shard = WHOLE,
     converted: bool = False,
+    stored: Quantised = FLOATS,
     adapter: LoraAdapter | None = None,
 ) -> None:
     """Fill `model`, built on the meta device, with the weights of `folder`.
@@ -58,12 +67,13 @@ def load_weights(
         model: parameters named as in the checkpoint, or fused; `model.config` gives the head counts and whether
             lm_head and embedding are tied, that is, become one Parameter.
         folder: a checkpoint that `read_config` accepts.
-        dtype: of all parameters.
+        dtype: of all parameters but int8 ones.
         device: of all parameters.
         on_ready: called as `on_ready(module_name, module)` as soon as a module's own parameters are complete. It may
             replace the module in its parent; nothing here refers to the module afterwards.
         shard: the part of the weights that `model` holds; of the files, only this part is read.
         converted: whether the checkpoint holds the fused rows, laid out for `shard.size` ranks.
+        stored: which weights the checkpoint holds as int8; what the model alone holds so is quantised on the way.
         adapter: added to the weights, in their dtype.
 
     Raises:
@@ -74,13 +84,13 @@ def load_weights(
         ValueError: a parameter is not on the meta device, or a fused one does not fit `model.config`.
     """
     source = WeightSource(folder)
-    filler = _Filler(model, dtype, device, on_ready, shard, converted, adapter)
+    filler = _Filler(model, dtype, device, on_ready, shard, converted, stored, adapter)
     filler.expect(folder, source.tensors)
     if adapter is not None:
         adapter.check({name: stored.shape for name, stored in source.tensors.items()})
-    with torch.no_grad():
+    with torch.no_grad(), RowReader(source) as reader:
         for name, tensor in source:
-            filler.take(name, tensor)
+            filler.take(name, tensor, reader)
             # The last view of a shard would keep it mapped while the next one is opened.
             del tensor
 
@@ -98,14 +108,25 @@ def goals_of(
     """Checkpoint name -> Goal for the parameters `names` of the tuned model; tied ones have one target."""
     goals = {}
     for name in names:
-        target = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
         for piece in pieces_of(name, config, shard, converted=converted):
-            goals[piece.source] = Goal(target, piece)
+            goals[piece.source] = Goal(_target(name, config), piece)
     return goals
 
 
-def check_tensors(folder: Path, tensors: dict[str, StoredTensor], goals: dict[str, Goal]) -> None:
-    """Raise CheckpointError where the tensors of a checkpoint are not what `goals` ask for."""
+def _target(name: str, config: Qwen2Config) -> str:
+    """The parameter that holds what `name` names: the embedding's for a tied output layer."""
+    module_name, attribute = split_name(name)
+    return f"{VOCABULARY[0]}.{attribute}" if config.tie_word_embeddings and module_name == VOCABULARY[1] else name
+
+
+def check_tensors(
+    folder: Path, tensors: dict[str, StoredTensor], goals: dict[str, Goal], quantised: Quantised = FLOATS
+) -> None:
+    """Raise CheckpointError where the tensors of a checkpoint are not what `goals` ask for.
+
+    Args:
+        quantised: which of them have to be int8.
+    """
     left_over = [name for name in tensors if name not in goals and not name.endswith(_IGNORED_SUFFIX)]
     if left_over:
         raise CheckpointError(f"{folder} has weights that the model of its config.json does not: {some(left_over)}")
@@ -121,7 +142,9 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], goals: dict[st
         if name not in goals:
             continue
         expected = goals[name].piece.source_shape
-        if stored.dtype not in _WEIGHT_DTYPES:
+        if quantised.holds(name) and stored.dtype != torch.int8:
+            raise CheckpointError(f"{stored.file}: {name} is of {stored.dtype}, config.json says int8: convert again")
+        if not quantised.holds(name) and stored.dtype not in _WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{stored.file}: {name} is of {stored.dtype}: quantised checkpoints are not supported, use the "
                 "unquantised one"
@@ -147,13 +170,15 @@ class _Filler:
         on_ready: Callable[[str, nn.Module], None] | None,
         shard: Shard,
         converted: bool,
+        stored: Quantised,
         adapter: LoraAdapter | None,
     ) -> None:
-        self.adapter = adapter
-        self.model, self.dtype, self.device, self.on_ready = model, dtype, device, on_ready
+        self.adapter, self.stored = adapter, stored
+        self.model, self.device, self.on_ready = model, device, on_ready
         # Tied embeddings are one target in two places.
         self.places: dict[str, list[str]] = defaultdict(list)
         self.shapes: dict[str, torch.Size] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.requires_grad: dict[str, bool] = {}
         self.data: dict[str, Tensor] = {}
         self.placed: set[tuple[str, int]] = set()
@@ -161,46 +186,93 @@ class _Filler:
         self.incomplete: Counter[str] = Counter()
         config = cast(Qwen2Config, model.config)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.goals = goals_of(parameters, config, shard, converted)
+        # to be quantised, and their scales' names by theirs: such scales come out of the weights
+        self.scales = {
+            name: scale_name(name)
+            for name, parameter in parameters.items()
+            if parameter.dtype == torch.int8 and not stored.holds(name)
+        }
+        made_here = set(self.scales.values())
+        self.goals = goals_of((name for name in parameters if name not in made_here), config, shard, converted)
         for name, parameter in parameters.items():
             if parameter.device.type != "meta":
                 raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the meta device")
-            target = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+            target = _target(name, config)
             self.places[target].append(name)
             _check_shape(name, parameter.shape, config, shard)
             self.shapes[target] = parameter.shape
+            self.dtypes[target] = torch.int8 if parameter.dtype == torch.int8 else dtype
             self.requires_grad[target] = parameter.requires_grad
             self.incomplete[split_name(name)[0]] += 1
 
     def expect(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         """Check the tensors that are going to come; CheckpointError where they are not what the model needs."""
-        check_tensors(folder, tensors, self.goals)
+        check_tensors(folder, tensors, self.goals, self.stored)
         self.outstanding.update(self.goals[name].target for name in tensors if name in self.goals)
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def take(self, name: str, tensor: Tensor, reader: RowReader) -> None:
         """Copy this rank's part of one tensor into its place; hand over the modules that this completes."""
         if name not in self.goals:
             return
         target, piece = self.goals[name]
-        if target not in self.data:
-            self.data[target] = torch.empty(self.shapes[target], dtype=self.dtype, device=self.device)
-        destination = self.data[target].narrow(piece.dim, piece.target_start, piece.length)
-        # A view of the mapped file: the rest of the tensor is never read.
-        part = tensor.narrow(piece.dim, piece.start, piece.length)
-        if (target, piece.target_start) not in self.placed:
-            destination.copy_(part)
-            if self.adapter is not None:
-                change = self.adapter.change(name, piece.dim, piece.start, piece.length)
-                if change is not None:
-                    destination += change.to(destination)
-            self.placed.add((target, piece.target_start))
-        elif not _same(destination, part):
+        new = (target, piece.target_start) not in self.placed
+        if target in self.scales:
+            same = self._quantise(name, reader, target, piece, new=new)
+        else:
+            same = self._copy(name, tensor, target, piece, new=new)
+        if not same:
             raise CheckpointError(
                 f"{HEAD} and {EMBEDDING} differ although config.json sets tie_word_embeddings: set it to false"
             )
+        self.placed.add((target, piece.target_start))
         self.outstanding[target] -= 1
         if self.outstanding[target] == 0:
             self._install(target)
+            if target in self.scales:
+                self._install(self.scales[target])
+
+    def _place(self, target: str) -> Tensor:
+        if target not in self.data:
+            self.data[target] = torch.empty(self.shapes[target], dtype=self.dtypes[target], device=self.device)
+        return self.data[target]
+
+    def _copy(self, name: str, tensor: Tensor, target: str, piece: Piece, *, new: bool) -> bool:
+        """Put a piece in its place; where one is already, say whether it is the same."""
+        destination = self._place(target).narrow(piece.dim, piece.target_start, piece.length)
+        # A view of the mapped file: the rest of the tensor is never read.
+        part = tensor.narrow(piece.dim, piece.start, piece.length)
+        if not new:
+            return _same(destination, part)
+        destination.copy_(part)
+        change = None if self.adapter is None else self.adapter.change(name, piece.dim, piece.start, piece.length)
+        if change is not None:
+            destination += change.to(destination)
+        return True
+
+    def _quantise(self, name: str, reader: RowReader, target: str, piece: Piece, *, new: bool) -> bool:
+        """As _copy, to int8, and the scales to their place.
+
+        Read in chunks, because a mapped file would be held in memory as far as it was read. Of a piece cut by columns
+        whole rows are read: the scales are those of the whole rows.
+        """
+        integers, scales = self._place(target), self._place(self.scales[target])
+        by_rows = piece.dim == 0
+        row, target_row = (piece.start, piece.target_start) if by_rows else (0, 0)
+        count = max(_CHUNK_ELEMENTS // piece.source_shape[1], 1)
+        same = True
+        for part in reader.chunks(Rows(name, row, piece.length if by_rows else piece.source_shape[0]), count):
+            change = None if self.adapter is None else self.adapter.change(name, 0, row, len(part))
+            found, scale = quantise_rows(part if change is None else part + change.to(part))
+            if not by_rows:
+                found = found.narrow(1, piece.start, piece.length)
+            for whole, values in ((integers, found), (scales, scale)):
+                place = whole.narrow(0, target_row, len(part))
+                if new:
+                    place.copy_(values)
+                else:
+                    same = same and torch.equal(place, values.to(place))
+            row, target_row = row + len(part), target_row + len(part)
+        return same
 
     def _install(self, target: str) -> None:
         parameter = nn.Parameter(self.data.pop(target), requires_grad=self.requires_grad[target])

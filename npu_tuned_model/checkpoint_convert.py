@@ -1,4 +1,4 @@
-"""Convert checkpoints: fuse q, k, v and gate, up for a number of ranks, take them apart again, and compare the two.
+"""Convert checkpoints: fuse q, k, v and gate, up for a number of ranks, quantised or not, and take them apart again.
 
 All of it works on the files, row by row: no model is built and memory stays small whatever the model's size.
 """
@@ -14,24 +14,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import Qwen2Config
 
 from npu_tuned_model.checkpoint import check_tensors, goals_of
 from npu_tuned_model.checkpoint_files import WeightSource
 from npu_tuned_model.checkpoint_layout import (
+    FLOATS,
     LAYOUT_KEY,
+    Layout,
+    Quantised,
     Shard,
     check_tp_size,
-    converted_tp_size,
     fused_suffix,
-    layout_entry,
+    layout_of,
     parameter_names,
     pieces_of,
+    scale_name,
     split_name,
 )
 from npu_tuned_model.checkpoint_rows import NewTensor, RowReader, Rows, write_safetensors
 from npu_tuned_model.config import read_config, read_json
 from npu_tuned_model.errors import CheckpointError, UserError
+from npu_tuned_model.quantise import SCALE_DTYPE, quantise_rows, row_scales
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 OnBytes = Callable[[int], None]
@@ -62,6 +67,31 @@ def unmerge_recipes(config: Qwen2Config, tp_size: int) -> Recipes:
     return recipes
 
 
+def new_tensors(
+    source: WeightSource, recipes: Recipes, dtype: torch.dtype | None, quantised: Quantised
+) -> list[NewTensor]:
+    """The tensors of a converted checkpoint: those of `recipes`, and those that no recipe uses, as they are."""
+    stored = source.tensors
+    used = {rows.source for parts in recipes.values() for rows in parts}
+    kept = {name: [Rows(name, 0, tensor.shape[0])] for name, tensor in stored.items() if name not in used}
+    # In the order of the source's files, so that each of them is read from beginning to end.
+    order = {name: position for position, name in enumerate(stored)}
+    tensors = []
+    for name, parts in sorted({**recipes, **kept}.items(), key=lambda item: order[item[1][0].source]):
+        first = stored[parts[0].source]
+        shape = (sum(part.length for part in parts), *first.shape[1:])
+        if quantised.holds(name):
+            tensors.append(NewTensor(name, shape, torch.int8, parts, _integers))
+            tensors.append(NewTensor(scale_name(name), shape[:1], SCALE_DTYPE, parts, row_scales))
+        else:
+            tensors.append(NewTensor(name, shape, dtype or first.dtype, parts))
+    return tensors
+
+
+def _integers(rows: Tensor) -> Tensor:
+    return quantise_rows(rows)[0]
+
+
 class Conversion:
     """One checkpoint folder to be written from another. The constructor checks all that can be known before.
 
@@ -78,6 +108,7 @@ class Conversion:
         tp_size: int = 1,
         unmerge: bool = False,
         dtype: torch.dtype | None = None,
+        quantised: Quantised = FLOATS,
         max_shard_bytes: int,
         force: bool = False,
     ) -> None:
@@ -87,6 +118,7 @@ class Conversion:
             output: the folder to be made.
             tp_size: the number of ranks to lay the fused rows out for; with `unmerge` the source knows it.
             dtype: of the weights written; by default as stored.
+            quantised: which weights are to become int8 (see quantise.py); not with `unmerge`.
             max_shard_bytes: of one weight file; a single larger tensor gets a file of its own.
             force: whether `output` may replace what is there.
 
@@ -96,23 +128,29 @@ class Conversion:
         """
         self.source, self.output, self.force, self.unmerge = Path(source), Path(output), force, unmerge
         self.dtype, self.max_shard_bytes = dtype, max_shard_bytes
+        self.quantised = quantised
         config = read_config(self.source)
-        made_for = converted_tp_size(config)
-        if unmerge and made_for is None:
+        layout = layout_of(config)
+        if unmerge and layout is None:
             raise CheckpointError(f"{source} is a plain checkpoint: there is nothing to unmerge")
-        if not unmerge and made_for is not None:
+        if layout is not None and layout.quantised.linears:
             raise CheckpointError(
-                f"{source} is already converted, for tp_size {made_for}: convert the plain checkpoint, or get it back "
-                "with --unmerge"
+                f"{source} is already converted, to int8 for tp_size {layout.tp_size}: convert the plain checkpoint, "
+                "which can't be had back from it"
             )
-        self.tp_size = tp_size if made_for is None else made_for
+        if not unmerge and layout is not None:
+            raise CheckpointError(
+                f"{source} is already converted, for tp_size {layout.tp_size}: convert the plain checkpoint, or get it "
+                "back with --unmerge of tools/merge_qkv_weight.py"
+            )
+        self.tp_size = tp_size if layout is None else layout.tp_size
         check_tp_size(config, self.tp_size)
         self._check_output()
         self.weights = WeightSource(self.source)
         goals = goals_of(parameter_names(config), config, Shard(0, self.tp_size), converted=unmerge)
         check_tensors(self.source, self.weights.tensors, goals)
         recipes = unmerge_recipes(config, self.tp_size) if unmerge else merge_recipes(config, self.tp_size)
-        self.tensors = self._new_tensors(recipes)
+        self.tensors = new_tensors(self.weights, recipes, dtype, quantised)
         self.total_bytes = sum(tensor.nbytes for tensor in self.tensors)
         free = shutil.disk_usage(_existing_folder(self.output)).free
         if free < self.total_bytes:
@@ -129,19 +167,6 @@ class Conversion:
             raise UserError(f"{self.output} is a file: give the folder to write to")
         if self.output.exists() and not self.force:
             raise UserError(f"{self.output} exists: take another --output_path, or --force to replace it")
-
-    def _new_tensors(self, recipes: Recipes) -> list[NewTensor]:
-        stored = self.weights.tensors
-        used = {rows.source for parts in recipes.values() for rows in parts}
-        kept = {name: [Rows(name, 0, tensor.shape[0])] for name, tensor in stored.items() if name not in used}
-        # In the order of the source's files, so that each of them is read from beginning to end.
-        order = {name: position for position, name in enumerate(stored)}
-        tensors = []
-        for name, parts in sorted({**recipes, **kept}.items(), key=lambda item: order[item[1][0].source]):
-            first = stored[parts[0].source]
-            shape = (sum(part.length for part in parts), *first.shape[1:])
-            tensors.append(NewTensor(name, shape, self.dtype or first.dtype, parts))
-        return tensors
 
     def write(self, on_bytes: OnBytes = lambda count: None) -> None:
         """Write the checkpoint; the output folder appears when it is complete, or not at all.
@@ -187,7 +212,7 @@ class Conversion:
         config = read_json(self.source / "config.json")
         config.pop(LAYOUT_KEY, None)
         if not self.unmerge:
-            config[LAYOUT_KEY] = layout_entry(self.tp_size)
+            config[LAYOUT_KEY] = Layout(self.tp_size, self.quantised).entry()
         if self.dtype is not None:
             config["dtype" if "dtype" in config else "torch_dtype"] = str(self.dtype).rpartition(".")[2]
         return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -196,7 +221,7 @@ class Conversion:
 def verify(plain: Path, converted: Path, on_bytes: OnBytes = lambda count: None) -> int:
     """Compare a converted checkpoint with the plain one it was made from, every tensor of every rank.
 
-    Weights that were cast are compared with the plain ones cast in the same way.
+    Weights that were cast or quantised are compared with the plain ones, cast or quantised in the same way.
 
     Returns:
         the number of tensors of `converted` that were compared: all of them.
@@ -205,30 +230,32 @@ def verify(plain: Path, converted: Path, on_bytes: OnBytes = lambda count: None)
         CheckpointError: the two are not of one model, or differ; the message names the first tensor that does.
     """
     config = read_config(converted)
-    tp_size = converted_tp_size(config)
-    if tp_size is None:
+    layout = layout_of(config)
+    if layout is None:
         raise CheckpointError(f"{converted} is a plain checkpoint: give a converted one to verify")
     expected_source, found_source = WeightSource(plain), WeightSource(converted)
     check_tensors(plain, expected_source.tensors, goals_of(parameter_names(config), config))
-    goals = goals_of(parameter_names(config), config, Shard(0, tp_size), converted=True)
-    check_tensors(converted, found_source.tensors, goals)
-    recipes = merge_recipes(config, tp_size)
-    unused = set(expected_source.tensors) - {rows.source for parts in recipes.values() for rows in parts}
-    if unused | set(recipes) != set(found_source.tensors):
+    goals = goals_of(parameter_names(config, layout.quantised), config, Shard(0, layout.tp_size), converted=True)
+    check_tensors(converted, found_source.tensors, goals, layout.quantised)
+    tensors = new_tensors(expected_source, merge_recipes(config, layout.tp_size), None, layout.quantised)
+    if {tensor.name for tensor in tensors} != set(found_source.tensors):
         raise CheckpointError(f"{converted} and {plain} do not hold the same weights: convert again")
     with RowReader(expected_source) as expected, RowReader(found_source) as found:
-        for name, stored in found_source.tensors.items():
+        for tensor in tensors:
             row = 0
-            for part in recipes.get(name, [Rows(name, 0, stored.shape[0])]):
-                for theirs, ours in zip(expected.chunks(part), found.chunks(Rows(name, row, part.length))):
-                    if not torch.equal(_bits(theirs.to(ours.dtype)), _bits(ours)):
-                        raise CheckpointError(f"{converted}: {name} differs from {plain}: convert again")
+            # compared as they are stored, whatever dtype the conversion cast them to
+            tensor = tensor._replace(dtype=found_source.tensors[tensor.name].dtype)
+            for part in tensor.rows:
+                for theirs in expected.chunks(part):
+                    (ours,) = found.chunks(Rows(tensor.name, row, len(theirs)), count=len(theirs))
+                    if not torch.equal(_bits(tensor.made_of(theirs)), _bits(ours)):
+                        raise CheckpointError(f"{converted}: {tensor.name} differs from {plain}: convert again")
                     on_bytes(ours.nbytes)
-                row += part.length
-    return len(found_source.tensors)
+                    row += len(theirs)
+    return len(tensors)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     """Bytes, of which also a NaN equals itself."""
     return tensor.reshape(-1).view(torch.uint8)
 

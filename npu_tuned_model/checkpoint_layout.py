@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 from transformers import Qwen2Config
 
 from npu_tuned_model.errors import CheckpointError, UserError
+from npu_tuned_model.quantise import INT8, SCALE
 
 FUSED = {
     "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# the modules with a row for each word
+VOCABULARY = ("model.embed_tokens", "lm_head")
 # The entry of config.json that marks a converted checkpoint.
 LAYOUT_KEY = "npu_tuned_layout"
 LAYOUT_VERSION = 1
@@ -37,6 +40,23 @@ class Shard(NamedTuple):
 
 
 WHOLE = Shard(0, 1)
+
+
+class Quantised(NamedTuple):
+    """Which weights are int8: those of the layers' linear modules, and also embedding and output layer."""
+
+    linears: bool
+    embeddings: bool
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter `name` is int8."""
+        module_name, attribute = split_name(name)
+        if attribute != "weight" or module_name.endswith("norm"):
+            return False
+        return self.embeddings if module_name in VOCABULARY else self.linears
+
+
+FLOATS = Quantised(False, False)
 
 
 class Piece(NamedTuple):
@@ -89,10 +109,12 @@ def pieces_of(name: str, config: Qwen2Config, shard: Shard = WHOLE, *, converted
             pieces.append(Piece(source, (cut.total, *columns), 0, cut.start, cut.length, target_start))
             target_start += cut.length
         return pieces
-    if name in (EMBEDDING, HEAD):
+    if module_name in VOCABULARY:
         cut = vocabulary_cut(config, shard)
-        return [Piece(name, (cut.total, hidden), 0, cut.start, cut.length, 0)]
+        return [Piece(name, (cut.total, *columns), 0, cut.start, cut.length, 0)]
     if module_name.endswith((".self_attn.o_proj", ".mlp.down_proj")):
+        if attribute == SCALE:
+            return [Piece(name, (hidden,), 0, 0, hidden, 0)]
         cut = _equal_cut(hidden if module_name.endswith("o_proj") else config.intermediate_size, shard)
         return [Piece(name, (hidden, cut.total), 1, cut.start, cut.length, 0)]
     if module_name.endswith("norm"):
@@ -143,8 +165,13 @@ def split_name(parameter_name: str) -> tuple[str, str]:
     return module_name, attribute
 
 
-def parameter_names(config: Qwen2Config) -> list[str]:
-    """The tuned model's parameters, in the order of its layers; `lm_head.weight` also where it is tied."""
+def scale_name(weight_name: str) -> str:
+    """The name of an int8 weight's scales."""
+    return f"{split_name(weight_name)[0]}.{SCALE}"
+
+
+def parameter_names(config: Qwen2Config, quantised: Quantised = FLOATS) -> list[str]:
+    """The tuned model's parameters, in the order of its layers; those of `lm_head` also where it is tied."""
     layer = (
         "input_layernorm.weight",
         "self_attn.qkv.weight",
@@ -155,7 +182,10 @@ def parameter_names(config: Qwen2Config) -> list[str]:
         "mlp.down_proj.weight",
     )
     layers = (f"model.layers.{number}.{name}" for number in range(config.num_hidden_layers) for name in layer)
-    return [EMBEDDING, *layers, "model.norm.weight", HEAD]
+    names = []
+    for name in (EMBEDDING, *layers, "model.norm.weight", HEAD):
+        names += [name, scale_name(name)] if quantised.holds(name) else [name]
+    return names
 
 
 def check_tp_size(config: Qwen2Config, size: int) -> None:
@@ -179,8 +209,22 @@ def _why_not(config: Qwen2Config, size: int) -> str | None:
     return None
 
 
-def converted_tp_size(config: Qwen2Config) -> int | None:
-    """The number of ranks that a converted checkpoint was made for; None for a plain one.
+class Layout(NamedTuple):
+    """What a converted checkpoint was made for, and which of its weights are int8."""
+
+    tp_size: int
+    quantised: Quantised
+
+    def entry(self) -> dict[str, Any]:
+        """What config.json says of it under LAYOUT_KEY."""
+        entry: dict[str, Any] = {"version": LAYOUT_VERSION, "tp_size": self.tp_size}
+        if self.quantised.linears:
+            entry.update(weight_dtype=INT8, int8_embeddings=self.quantised.embeddings)
+        return entry
+
+
+def layout_of(config: Qwen2Config) -> Layout | None:
+    """How a converted checkpoint is laid out; None for a plain one.
 
     Raises:
         CheckpointError: a layout that this version does not know.
@@ -188,19 +232,25 @@ def converted_tp_size(config: Qwen2Config) -> int | None:
     layout: Any = getattr(config, LAYOUT_KEY, None)
     if layout is None:
         return None
-    version = layout.get("version") if isinstance(layout, dict) else None
-    size = layout.get("tp_size") if isinstance(layout, dict) else None
-    if version != LAYOUT_VERSION or type(size) is not int or size < 1:
+    fields = layout if isinstance(layout, dict) else {}
+    size, weight_dtype = fields.get("tp_size"), fields.get("weight_dtype")
+    known = fields.get("version") == LAYOUT_VERSION and weight_dtype in (None, INT8)
+    if not known or type(size) is not int or size < 1:
         raise CheckpointError(
             f"config.json: {LAYOUT_KEY} is {layout!r}, this version reads version {LAYOUT_VERSION} with a tp_size: "
             "convert the plain checkpoint again with tools/merge_qkv_weight.py"
         )
-    return size
+    return Layout(size, Quantised(weight_dtype == INT8, bool(fields.get("int8_embeddings"))))
 
 
-def layout_entry(tp_size: int) -> dict[str, int]:
-    """What config.json says under LAYOUT_KEY of a checkpoint converted for `tp_size` ranks."""
-    return {"version": LAYOUT_VERSION, "tp_size": tp_size}
+def converted_tp_size(config: Qwen2Config) -> int | None:
+    """The number of ranks that a converted checkpoint was made for; None for a plain one.
+
+    Raises:
+        CheckpointError: a layout that this version does not know.
+    """
+    layout = layout_of(config)
+    return None if layout is None else layout.tp_size
 
 
 def some(names: Iterable[str], shown: int = 8) -> str:

@@ -22,7 +22,13 @@ from npu_tuned_model.errors import CheckpointError
 
 # Elements of a chunk: large enough for the disk, small beside any tensor of a large model.
 CHUNK_ELEMENTS = 4 * 2**20
-_DTYPE_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+_DTYPE_NAMES = {
+    torch.int8: "I8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 _ALIGNMENT = 8
 
 
@@ -35,12 +41,20 @@ class Rows(NamedTuple):
 
 
 class NewTensor(NamedTuple):
-    """A tensor to be written: rows of others, one after the other, cast to `dtype`."""
+    """A tensor to be written: rows of others, one after the other, each given to `change` if there is one, as `dtype`.
+
+    `change` makes of a few rows as many, each for itself.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: list[Rows]
+    change: Callable[[Tensor], Tensor] | None = None
+
+    def made_of(self, chunk: Tensor) -> Tensor:
+        """What becomes of a few rows."""
+        return (chunk if self.change is None else self.change(chunk)).to(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +78,14 @@ class RowReader:
     def __exit__(self, *exc_info: object) -> None:
         self._close()
 
-    def chunks(self, rows: Rows) -> Iterator[Tensor]:
+    def chunks(self, rows: Rows, count: int | None = None) -> Iterator[Tensor]:
         """Tensors of a few rows each, which together are `rows`, in the stored dtype; each valid until the next.
 
-        Chunks of two tensors of one shape have the same sizes, whatever their dtypes.
+        Args:
+            count: rows of a chunk (the last may have fewer); by default what CHUNK_ELEMENTS have room for.
         """
         shape = self._tensors[rows.source].shape
-        step = max(CHUNK_ELEMENTS // math.prod(shape[1:]), 1)
+        step = count or max(CHUNK_ELEMENTS // math.prod(shape[1:]), 1)
         for start in range(rows.start, rows.start + rows.length, step):
             yield self._read(rows.source, start, min(step, rows.start + rows.length - start))
 
@@ -139,7 +154,7 @@ def write_safetensors(
         for tensor in tensors:
             for rows in tensor.rows:
                 for chunk in reader.chunks(rows):
-                    data: Any = chunk.to(tensor.dtype).view(-1).view(torch.uint8).numpy()
+                    data: Any = tensor.made_of(chunk).view(-1).view(torch.uint8).numpy()
                     _write_all(stream, memoryview(data))
                     on_bytes(len(data))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from npu_tuned_model import cpu_kernels
 from npu_tuned_model.kv_cache import FixedKVCache, KVCache, Window
 from npu_tuned_model.linear import PackedLinear
+from npu_tuned_model.linear_int8 import PackedInt8Linear
 
 NEEDED_OPTIONS = ("fixed_kv_cache", "flash_attention", "fused_qkv", "fused_gate_up", "native_kernels")
 
@@ -19,8 +20,16 @@ class CpuDecode:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        output = model.lm_head
-        self.head = output.blocks0 if isinstance(output, PackedLinear) else output.weight
+        self.head = getattr(model.lm_head, "blocks0", None)
+        if self.head is None:
+            self.head = model.lm_head.weight
+        self.head_scales = getattr(model.lm_head, "scales0", torch.empty(0))
+        self.scales = [
+            linear.scales0
+            for layer in model.model.layers
+            for linear in _linears(layer)
+            if isinstance(linear, PackedInt8Linear)
+        ]
         self.weights = [
             weight
             for layer in model.model.layers
@@ -46,17 +55,23 @@ class CpuDecode:
             network.embed_tokens(input_ids.reshape(-1)),
             positions,
             self.weights,
+            self.scales,
             cache.keys,
             cache.values,
             network.rotary.cos,
             network.rotary.sin,
             network.norm.weight,
             self.head,
+            self.head_scales,
             model.config.vocab_size,
             model.config.num_attention_heads,
             model.config.rms_norm_eps,
         )
         return logits
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.qkv, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
 
 
 def why_no_cpu_decode(model: Any) -> str | None:
@@ -65,8 +80,11 @@ def why_no_cpu_decode(model: Any) -> str | None:
     if off:
         return f"needs {', '.join(off)}"
     layer = model.model.layers[0]
-    linears = (layer.self_attn.qkv, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
-    if not all(isinstance(linear, PackedLinear) and linear.few_rows_kernel for linear in linears):
+    if not any(
+        all(isinstance(linear, kind) for linear in _linears(layer)) for kind in (PackedLinear, PackedInt8Linear)
+    ):
+        return "needs packed weights, whole on this rank"
+    if not all(linear.few_rows_kernel for linear in _linears(layer)):
         return "needs packed weights, whole on this rank"
     head_dim = layer.self_attn.head_dim
     if head_dim % 32 or head_dim > 256:

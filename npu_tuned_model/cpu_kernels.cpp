@@ -2,6 +2,7 @@
 // Built on demand by cpu_kernels.py. All tensors are bfloat16 unless said otherwise.
 
 #include "cpu_kernels_attention.h"
+#include "cpu_kernels_int8.h"
 #include "cpu_kernels_linear.h"
 #include "cpu_kernels_prompt.h"
 
@@ -13,16 +14,40 @@
 
 namespace {
 
+int64_t in_features(const Tensor& blocks) { return blocks.size(1) * blocks.size(3); }
+
 // rows (tokens, in) times a weight in blocks, plus bias (out,) or an empty tensor -> (tokens, out)
-Tensor few_rows_linear(const Tensor& rows, const Tensor& blocks, const Tensor& bias, int64_t out_features) {
-  const Linear linear(blocks, bias, out_features);
-  TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && rows.size(1) == 2 * linear.in_pairs, "rows: (tokens, in)");
-  Tensor result = at::empty({rows.size(0), out_features}, rows.options());
+template <class Kind>
+Tensor linear_of_few_rows(const Kind& linear, const Tensor& rows, const Tensor& blocks) {
+  TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && rows.size(1) == in_features(blocks), "rows: (tokens, in)");
+  Tensor result = at::empty({rows.size(0), linear.out}, rows.options());
   const auto* from = rows.const_data_ptr<BFloat16>();
   auto* to = result.mutable_data_ptr<BFloat16>();
 #pragma omp parallel
-  linear.share(from, rows.size(0), to, Worker());
+  {
+    typename Kind::Input input;
+    input.set(from, rows.size(0), rows.size(1));
+    linear.share(input, to, Worker());
+  }
   return result;
+}
+
+Tensor few_rows_linear(const Tensor& rows, const Tensor& blocks, const Tensor& bias, int64_t out_features) {
+  return linear_of_few_rows(Linear(blocks, Tensor(), bias, out_features), rows, blocks);
+}
+
+Tensor few_rows_int8_linear(const Tensor& rows, const Tensor& blocks, const Tensor& scales, const Tensor& bias,
+                            int64_t out_features) {
+  return linear_of_few_rows(Int8Linear(blocks, scales, bias, out_features), rows, blocks);
+}
+
+// An int8 weight in blocks (blocks, in / 4, 64, 4), times its scales (blocks, 64), to bfloat16 (blocks, in / 2, 64, 2).
+void expand_int8_blocks(const Tensor& blocks, const Tensor& scales, const Tensor& to) {
+  const Int8Linear linear(blocks, scales, Tensor(), blocks.size(0) * kBlock);
+  TORCH_CHECK(to.is_contiguous() && to.scalar_type() == at::kBFloat16 && to.numel() == blocks.numel(), "to: not of it");
+  auto* expanded = static_cast<uint32_t*>(to.mutable_data_ptr());
+#pragma omp parallel
+  linear.expand(expanded, Worker());
 }
 
 // query (batch, 1, heads, head_dim), key and value (batch, slots, kv_heads, head_dim) with contiguous rows, lengths
@@ -110,131 +135,146 @@ void swiglu(const BFloat16* gate, const BFloat16* up, int64_t count, BFloat16* t
   }
 }
 
+template <class Kind>
 struct Layer {
   const BFloat16 *input_norm, *post_attention_norm;
-  Linear qkv, o, gate_up, down;
+  Kind qkv, o, gate_up, down;
   Tensor keys, values;
 
   // `weights`: input_layernorm, qkv, qkv bias, o_proj, post_attention_layernorm, gate_up_proj, down_proj
-  Layer(const Tensor* weights, const Tensor& keys, const Tensor& values, int64_t hidden, int64_t heads)
+  // `scales`: of int8 qkv, o_proj, gate_up_proj, down_proj
+  Layer(const Tensor* weights, const Tensor* scales, const Tensor& keys, const Tensor& values, int64_t hidden,
+        int64_t heads)
       : input_norm(weights[0].const_data_ptr<BFloat16>()),
         post_attention_norm(weights[4].const_data_ptr<BFloat16>()),
-        qkv(weights[1], weights[2], (heads + 2 * keys.size(2)) * keys.size(3)),
-        o(weights[3], Tensor(), hidden),
-        gate_up(weights[5], Tensor(), 4 * weights[6].size(1)),
-        down(weights[6], Tensor(), hidden),
+        qkv(weights[1], scales[0], weights[2], (heads + 2 * keys.size(2)) * keys.size(3)),
+        o(weights[3], scales[1], Tensor(), hidden),
+        gate_up(weights[5], scales[2], Tensor(), 2 * in_features(weights[6])),
+        down(weights[6], scales[3], Tensor(), hidden),
         keys(keys),
         values(values) {
     check_cache(keys, values);
     TORCH_CHECK(gate_up.out % (2 * kBlock) == 0, "intermediate size: a multiple of 64");
   }
 };
-constexpr size_t kLayerWeights = 7;
+constexpr size_t kLayerWeights = 7, kLayerScales = 4;
 
 // Rotates this worker's heads of `qkv` (rows, heads + 2 kv_heads, head_dim); keys and values go into the cache.
-void rotate_and_store(const Layer& layer, int64_t rows, int64_t heads, const int64_t* positions, const Tensor& cos,
-                      const Tensor& sin, BFloat16* qkv, const Worker& worker) {
-  const int64_t kv_heads = layer.keys.size(2), head_dim = layer.keys.size(3), all_heads = heads + 2 * kv_heads;
+void rotate_and_store(const Tensor& keys, const Tensor& values, int64_t rows, int64_t heads, const int64_t* positions,
+                      const Tensor& cos, const Tensor& sin, BFloat16* qkv, const Worker& worker) {
+  const int64_t kv_heads = keys.size(2), head_dim = keys.size(3), all_heads = heads + 2 * kv_heads;
   for (int64_t task = worker.first(rows * all_heads); task < worker.last(rows * all_heads); task++) {
     const int64_t row = task / all_heads, place = task % all_heads, position = positions[row];
     const auto* cosines = cos.const_data_ptr<BFloat16>() + position * head_dim;
     const auto* sines = sin.const_data_ptr<BFloat16>() + position * head_dim;
-    const int64_t slot = row * layer.keys.stride(0) + position * layer.keys.stride(1);
+    const int64_t slot = row * keys.stride(0) + position * keys.stride(1);
     BFloat16* from = qkv + task * head_dim;
     if (place < heads) {
       rotate(from, cosines, sines, head_dim, from);
     } else if (place < heads + kv_heads) {
       rotate(from, cosines, sines, head_dim,
-             layer.keys.mutable_data_ptr<BFloat16>() + slot + (place - heads) * head_dim);
+             keys.mutable_data_ptr<BFloat16>() + slot + (place - heads) * head_dim);
     } else {
       std::copy_n(from, head_dim,
-                  layer.values.mutable_data_ptr<BFloat16>() + slot + (place - heads - kv_heads) * head_dim);
+                  values.mutable_data_ptr<BFloat16>() + slot + (place - heads - kv_heads) * head_dim);
     }
   }
 }
 
-// silu(gate) * up of this worker's features, from `rows` normed hidden states to `to` (rows, intermediate). All gates
-// first, then all ups: going back and forth between the two would interrupt the stream from memory at every block.
-void gate_up_swiglu(const Linear& gate_up, const BFloat16* normed, int64_t rows, BFloat16* to, const Worker& worker) {
+// silu(gate) * up of this worker's features, from normed hidden states to `to` (rows, intermediate). All gates first,
+// then all ups: going back and forth between the two would interrupt the stream from memory at every block.
+template <class Kind>
+void gate_up_swiglu(const Kind& gate_up, const typename Kind::Input& normed, BFloat16* to, const Worker& worker) {
   const int64_t inner = gate_up.out / 2, blocks = inner / kBlock;
-  std::vector<BFloat16> up(rows * kBlock);
+  std::vector<BFloat16> up(normed.tokens * kBlock);
   for (int64_t b = worker.first(blocks); b < worker.last(blocks); b++) {
-    gate_up.block(normed, rows, b, to + b * kBlock, inner);
+    gate_up.block(normed, b, to + b * kBlock, inner);
   }
   for (int64_t b = worker.first(blocks); b < worker.last(blocks); b++) {
-    gate_up.block(normed, rows, blocks + b, up.data(), kBlock);
-    for (int64_t row = 0; row < rows; row++) {
+    gate_up.block(normed, blocks + b, up.data(), kBlock);
+    for (int64_t row = 0; row < normed.tokens; row++) {
       BFloat16* gate = to + row * inner + b * kBlock;
       swiglu(gate, &up[row * kBlock], kBlock, gate);
     }
   }
 }
 
-// One new token per row through all layers, as modeling_qwen2.py's decode computes it.
-//   embedded (rows, hidden); positions (rows,) int64, the slot and rotary position of each new token
-//   weights: kLayerWeights for each layer (see Layer), matrices in blocks
-//   keys, values: for each layer (rows, slots, kv_heads, head_dim); the new token's are written
-//   cos, sin (positions, ..., head_dim); norm (hidden); head: the output layer's weight, in blocks or plain
-// -> float32 logits (rows, vocabulary), values rounded to bfloat16 as the layer's own result is
-Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorList weights, at::TensorList keys,
-                   at::TensorList values, const Tensor& cos, const Tensor& sin, const Tensor& norm, const Tensor& head,
-                   int64_t vocabulary, int64_t heads, double epsilon) {
-  TORCH_CHECK(weights.size() == kLayerWeights * keys.size() && keys.size() == values.size(), "weights: 7 a layer");
-  TORCH_CHECK(embedded.is_contiguous() && embedded.scalar_type() == at::kBFloat16, "embedded: contiguous bfloat16");
-  const int64_t rows = embedded.size(0), hidden = embedded.size(1);
-  std::vector<Layer> layers;
+// From normed hidden states (rows, hidden) to this worker's part of the scores (rows, vocabulary).
+using OutputLayer = std::function<void(const BFloat16*, BFloat16*, const Worker&)>;
+
+template <class Kind>
+OutputLayer output_layer(const Kind& linear, int64_t rows, int64_t hidden) {
+  return [=](const BFloat16* from, BFloat16* to, const Worker& worker) {
+    typename Kind::Input input;
+    input.set(from, rows, hidden);
+    linear.share(input, to, worker);
+  };
+}
+
+struct Network {
+  at::TensorList weights, scales, keys, values;
+  const Tensor &cos, &sin, &norm;
+  int64_t heads;
+  float epsilon;
+};
+
+// As decode_step, with linear layers of one kind.
+template <class Kind>
+Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& network, const OutputLayer& output,
+              int64_t vocabulary) {
+  const int64_t rows = embedded.size(0), hidden = embedded.size(1), heads = network.heads;
+  const at::TensorList keys = network.keys;
+  const std::vector<Tensor> no_scales(kLayerScales);
+  std::vector<Layer<Kind>> layers;
   for (size_t i = 0; i < keys.size(); i++) {
-    layers.emplace_back(&weights[i * kLayerWeights], keys[i], values[i], hidden, heads);
-  }
-  std::function<void(const BFloat16*, BFloat16*, const Worker&)> output;
-  if (head.dim() == 2) {
-    output = [rows, linear = PlainLinear(head)](const BFloat16* from, BFloat16* to, const Worker& worker) {
-      linear.share(from, rows, to, worker);
-    };
-  } else {
-    output = [rows, linear = Linear(head, Tensor(), vocabulary)](const BFloat16* from, BFloat16* to,
-                                                                 const Worker& worker) {
-      linear.share(from, rows, to, worker);
-    };
+    const Tensor* scales = network.scales.empty() ? no_scales.data() : &network.scales[i * kLayerScales];
+    layers.emplace_back(&network.weights[i * kLayerWeights], scales, keys[i], network.values[i], hidden, heads);
   }
   const auto* position = positions.const_data_ptr<int64_t>();
   std::vector<int64_t> lengths(position, position + rows);
   for (auto& length : lengths) {
-    TORCH_CHECK(length >= 0 && length < keys[0].size(1) && length < cos.size(0), "position ", length, " is outside");
+    TORCH_CHECK(length >= 0 && length < keys[0].size(1) && length < network.cos.size(0), "position ", length,
+                " is outside");
     length++;
   }
   const int64_t head_dim = keys[0].size(3);
   CacheAttention attention(rows, heads, keys[0], 1.0 / std::sqrt(static_cast<double>(head_dim)));
+  const int64_t inner = layers[0].gate_up.out / 2;
   std::vector<BFloat16> qkv(rows * layers[0].qkv.out), context(rows * heads * head_dim), merged(rows * hidden);
-  std::vector<BFloat16> activated(rows * layers[0].gate_up.out / 2), scores(rows * vocabulary);
+  std::vector<BFloat16> activated(rows * inner), scores(rows * vocabulary);
   Tensor logits = at::empty({rows, vocabulary}, embedded.options().dtype(at::kFloat));
   const auto* start = embedded.const_data_ptr<BFloat16>();
-  const auto* final_norm = norm.const_data_ptr<BFloat16>();
+  const auto* final_norm = network.norm.const_data_ptr<BFloat16>();
   auto* to = logits.mutable_data_ptr<float>();
 #pragma omp parallel
   {
     const Worker worker;
-    // every worker adds and norms for itself: cheaper than handing the result around
+    // every worker adds, norms and prepares the inputs for itself: cheaper than handing the result around
     std::vector<BFloat16> sum(start, start + rows * hidden), normed(rows * hidden);
+    typename Kind::Input input;
     const auto add_and_norm = [&](const BFloat16* more, const BFloat16* gamma) {
-      add_rms_norm(sum.data(), more, gamma, static_cast<float>(epsilon), rows, hidden, normed.data());
+      add_rms_norm(sum.data(), more, gamma, network.epsilon, rows, hidden, normed.data());
     };
     const BFloat16* more = nullptr;
-    for (const Layer& layer : layers) {
+    for (const Layer<Kind>& layer : layers) {
       add_and_norm(more, layer.input_norm);
       more = merged.data();
-      layer.qkv.share(normed.data(), rows, qkv.data(), worker);
+      input.set(normed.data(), rows, hidden);
+      layer.qkv.share(input, qkv.data(), worker);
 #pragma omp barrier
-      rotate_and_store(layer, rows, heads, position, cos, sin, qkv.data(), worker);
+      rotate_and_store(layer.keys, layer.values, rows, heads, position, network.cos, network.sin, qkv.data(), worker);
 #pragma omp barrier
       attention.share(qkv.data(), layer.qkv.out, layer.keys, layer.values, lengths.data(), context.data(),
                       heads * head_dim, worker);
-      layer.o.share(context.data(), rows, merged.data(), worker);
+      input.set(context.data(), rows, heads * head_dim);
+      layer.o.share(input, merged.data(), worker);
 #pragma omp barrier
       add_and_norm(more, layer.post_attention_norm);
-      gate_up_swiglu(layer.gate_up, normed.data(), rows, activated.data(), worker);
+      input.set(normed.data(), rows, hidden);
+      gate_up_swiglu(layer.gate_up, input, activated.data(), worker);
 #pragma omp barrier
-      layer.down.share(activated.data(), rows, merged.data(), worker);
+      input.set(activated.data(), rows, inner);
+      layer.down.share(input, merged.data(), worker);
 #pragma omp barrier
     }
     add_and_norm(more, final_norm);
@@ -245,19 +285,54 @@ Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorLi
   return logits;
 }
 
+// One new token per row through all layers, as modeling_qwen2.py's decode computes it.
+//   embedded (rows, hidden); positions (rows,) int64, the slot and rotary position of each new token
+//   weights: kLayerWeights for each layer (see Layer), matrices in blocks
+//   scales: kLayerScales for each layer when the matrices are int8, else none
+//   keys, values: for each layer (rows, slots, kv_heads, head_dim); the new token's are written
+//   cos, sin (positions, ..., head_dim); norm (hidden)
+//   head: the output layer's weight: plain bfloat16, or in blocks of bfloat16 or int8; head_scales of the latter
+// -> float32 logits (rows, vocabulary), values rounded to bfloat16 as the layer's own result is
+Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorList weights, at::TensorList scales,
+                   at::TensorList keys, at::TensorList values, const Tensor& cos, const Tensor& sin,
+                   const Tensor& norm, const Tensor& head, const Tensor& head_scales, int64_t vocabulary,
+                   int64_t heads, double epsilon) {
+  TORCH_CHECK(weights.size() == kLayerWeights * keys.size() && keys.size() == values.size(), "weights: 7 a layer");
+  TORCH_CHECK(scales.empty() || scales.size() == kLayerScales * keys.size(), "scales: 4 a layer, or none");
+  TORCH_CHECK(embedded.is_contiguous() && embedded.scalar_type() == at::kBFloat16, "embedded: contiguous bfloat16");
+  const int64_t rows = embedded.size(0), hidden = embedded.size(1);
+  OutputLayer output;
+  if (head.dim() == 2) {
+    output = output_layer(PlainLinear(head), rows, hidden);
+  } else if (head.scalar_type() == at::kByte) {
+    output = output_layer(Int8Linear(head, head_scales, Tensor(), vocabulary), rows, hidden);
+  } else {
+    output = output_layer(Linear(head, Tensor(), Tensor(), vocabulary), rows, hidden);
+  }
+  const Network network{weights, scales, keys, values, cos, sin, norm, heads, static_cast<float>(epsilon)};
+  return scales.empty() ? decode<Linear>(embedded, positions, network, output, vocabulary)
+                        : decode<Int8Linear>(embedded, positions, network, output, vocabulary);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(npu_tuned_model, library) {
   library.def("few_rows_linear(Tensor rows, Tensor blocks, Tensor bias, int out_features) -> Tensor");
+  library.def(
+      "few_rows_int8_linear(Tensor rows, Tensor blocks, Tensor scales, Tensor bias, int out_features) -> Tensor");
+  library.def("expand_int8_blocks(Tensor blocks, Tensor scales, Tensor(a!) to) -> ()");
   library.def("cache_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale) -> Tensor");
   library.def("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor");
   library.def(
-      "decode_step(Tensor embedded, Tensor positions, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "Tensor cos, Tensor sin, Tensor norm, Tensor head, int vocabulary, int heads, float epsilon) -> Tensor");
+      "decode_step(Tensor embedded, Tensor positions, Tensor[] weights, Tensor[] scales, Tensor(a!)[] keys, "
+      "Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor norm, Tensor head, Tensor head_scales, int vocabulary, "
+      "int heads, float epsilon) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(npu_tuned_model, CPU, library) {
   library.impl("few_rows_linear", &few_rows_linear);
+  library.impl("few_rows_int8_linear", &few_rows_int8_linear);
+  library.impl("expand_int8_blocks", &expand_int8_blocks);
   library.impl("cache_attention", &cache_attention);
   library.impl("causal_attention", &causal_attention);
   library.impl("decode_step", &decode_step);

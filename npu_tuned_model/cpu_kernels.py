@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # Named one by one, not as "native": the built file may be shared with a machine that has another CPU.
 FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"),
-    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16")),
+    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16", "vnni")),
 ]
 _BLOCK = 64
 _CHECKED_BLOCKS = 64
@@ -66,7 +66,8 @@ def _missing() -> str | None:
         cpu = Path("/proc/cpuinfo").read_text()
     except OSError:
         return "needs Linux, to know what the CPU can do"
-    if "avx512_bf16" not in cpu:
+    # VNNI is older, so a CPU that has the one has the other, unless a virtual machine hides it
+    if not {"avx512_bf16", "avx512_vnni"} <= set(cpu.split()):
         return "needs a CPU with AVX512-BF16"
     if not hasattr(torch.ops.mkldnn, "data_ptr"):
         return "needs a newer torch (one that tells where oneDNN keeps a packed weight)"

@@ -55,12 +55,23 @@ struct Worker {
   int64_t last(int64_t count) const { return count * (thread + 1) / threads; }
 };
 
+// Rows of inputs as they are. Every kind of linear layer says by its Input what it wants the rows turned into.
+struct PlainInput {
+  const BFloat16* rows = nullptr;
+  int64_t tokens = 0;
+
+  void set(const BFloat16* from, int64_t count, int64_t) { rows = from, tokens = count; }
+};
+
 struct Linear {
+  using Input = PlainInput;
+
   const uint32_t* weight;  // (blocks, in / 2, 64, 2): as oneDNN packs it, features that aren't there are zeros
   const BFloat16* bias;    // (out) or null
   int64_t in_pairs, out;
 
-  Linear(const Tensor& blocks, const Tensor& shift, int64_t out_features)
+  // A bfloat16 weight has no scales.
+  Linear(const Tensor& blocks, const Tensor&, const Tensor& shift, int64_t out_features)
       : weight(static_cast<const uint32_t*>(blocks.const_data_ptr())),
         bias(shift.defined() && shift.numel() ? shift.const_data_ptr<BFloat16>() : nullptr),
         in_pairs(blocks.size(1)),
@@ -72,25 +83,27 @@ struct Linear {
   int64_t block_count() const { return (out + kBlock - 1) / kBlock; }
 
   // Features 64 b .. 64 b + 63 of every row, rows of `to` being `stride` apart.
-  void block(const BFloat16* rows, int64_t tokens, int64_t b, BFloat16* to, int64_t stride) const {
-    const auto* inputs = reinterpret_cast<const uint32_t*>(rows);
-    in_row_groups(tokens, [&](auto size, int64_t row) {
+  void block(const PlainInput& input, int64_t b, BFloat16* to, int64_t stride) const {
+    const auto* inputs = reinterpret_cast<const uint32_t*>(input.rows);
+    in_row_groups(input.tokens, [&](auto size, int64_t row) {
       linear_block<decltype(size)::value>(inputs + row * in_pairs, in_pairs, weight + b * in_pairs * kBlock,
                                           bias ? bias + b * kBlock : nullptr, to + row * stride, stride,
                                           out - b * kBlock);
     });
   }
 
-  // rows (tokens, in) to this worker's features of `to` (tokens, out).
-  void share(const BFloat16* rows, int64_t tokens, BFloat16* to, const Worker& worker) const {
+  // This worker's features of `to` (tokens, out).
+  void share(const PlainInput& input, BFloat16* to, const Worker& worker) const {
     for (int64_t b = worker.first(block_count()); b < worker.last(block_count()); b++) {
-      block(rows, tokens, b, to + b * kBlock, out);
+      block(input, b, to + b * kBlock, out);
     }
   }
 };
 
 // The same for a weight as it is, (out, in): an output layer that shares the embedding's.
 struct PlainLinear {
+  using Input = PlainInput;
+
   const BFloat16* weight;
   int64_t in, out;
 
@@ -129,13 +142,13 @@ struct PlainLinear {
 
   int64_t block_count() const { return (out + kBlock - 1) / kBlock; }
 
-  void share(const BFloat16* rows, int64_t tokens, BFloat16* to, const Worker& worker) const {
+  void share(const PlainInput& input, BFloat16* to, const Worker& worker) const {
     const int64_t last = std::min(worker.last(block_count()) * kBlock, out);
     for (int64_t first = worker.first(block_count()) * kBlock; first < last; first += kLanes) {
-      in_row_groups(tokens, [&](auto size, int64_t row) {
+      in_row_groups(input.tokens, [&](auto size, int64_t row) {
         constexpr int kRows = decltype(size)::value;
         for (int64_t f = first; f < std::min(first + kLanes, last); f += features_at_once(kRows)) {
-          features<kRows>(rows + row * in, f, to + row * out);
+          features<kRows>(input.rows + row * in, f, to + row * out);
         }
       });
     }

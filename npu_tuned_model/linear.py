@@ -6,7 +6,7 @@ final. The plain weight is dropped, so no weight is held twice.
 
 from __future__ import annotations
 
-from typing import Callable, Sequence, Union
+from typing import Callable, Protocol, Sequence, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,11 +77,17 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
-        parts = self.split(rows)
+        parts = self.split(rows, self.sizes)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """One result per piece."""
+    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """One (tokens, size) result per piece.
+
+        Raises:
+            ValueError: the weight was packed in other pieces.
+        """
+        if list(sizes) != self.sizes:
+            raise ValueError(f"the weight was packed in pieces of {self.sizes}, not of {list(sizes)}")
         if self.few_rows_kernel and rows.dim() == 2 and rows.shape[0] <= cpu_kernels.FEW_ROWS:
             return [self._few_rows(rows, index, size) for index, size in enumerate(self.sizes)]
         op = torch.ops.npu_tuned_model.packed_linear.default
@@ -118,12 +124,36 @@ class InputMajorLinear(nn.Module):
             return torch.mm(rows, self.weight)
         return torch.addmm(self.bias, rows, self.weight)
 
+    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """One (tokens, size) result for each slice of the weight."""
+        weights = [weight.t() for weight in self.weight.split(list(sizes), dim=1)]
+        return [F.linear(rows, weight, bias) for weight, bias in zip(weights, split_bias(self.bias, sizes))]
+
     def dense_weight(self) -> Tensor:
         """The weight as (out, in)."""
         return self.weight.detach().t()
 
 
-AnyLinear = Union[nn.Linear, PackedLinear, InputMajorLinear]
+class Replacement(Protocol):
+    """What stands in the place of an nn.Linear, its weight in another form."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]: ...
+
+
+AnyLinear = Union[nn.Linear, Replacement]
+
+
+def split_bias(bias: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor | None]:
+    """A bias (or none) for each slice of a weight."""
+    return [None] * len(sizes) if bias is None else bias.split(list(sizes))
 
 
 def split_linear(linear: AnyLinear, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -137,16 +167,13 @@ def split_linear(linear: AnyLinear, rows: Tensor, sizes: Sequence[int]) -> list[
     Returns:
         one (tokens, size) tensor per slice.
     """
-    if isinstance(linear, PackedLinear):
-        if linear.sizes != list(sizes):
-            raise ValueError(f"the weight was packed in pieces of {linear.sizes}, not of {list(sizes)}")
-        return linear.split(rows)
-    biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(list(sizes))
-    if isinstance(linear, InputMajorLinear):
-        weights = [weight.t() for weight in linear.weight.split(list(sizes), dim=1)]
-    else:
-        weights = list(linear.weight.split(list(sizes)))
-    return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
+    split = getattr(linear, "split", None)
+    if split is not None:
+        parts: list[Tensor] = split(rows, sizes)
+        return parts
+    plain = cast(nn.Linear, linear)
+    weights = plain.weight.split(list(sizes))
+    return [F.linear(rows, weight, bias) for weight, bias in zip(weights, split_bias(plain.bias, sizes))]
 
 
 def packer_for(

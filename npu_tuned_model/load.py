@@ -13,12 +13,22 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen2Config
 from transformers.modeling_utils import no_init_weights
 
 from npu_tuned_model import checkpoint, cpu_kernels
-from npu_tuned_model.checkpoint_layout import LAYOUT_KEY, WHOLE, check_tp_size, converted_tp_size
+from npu_tuned_model.checkpoint_layout import (
+    FLOATS,
+    LAYOUT_KEY,
+    WHOLE,
+    Layout,
+    Quantised,
+    check_tp_size,
+    layout_of,
+)
 from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.device import resolve_device, resolve_dtype
 from npu_tuned_model.errors import CheckpointError, UserError
 from npu_tuned_model.linear import packer_for
+from npu_tuned_model.linear_int8 import Int8Linear, PackedInt8Linear, hold_int8, int8_packer_for, packed_embedding
 from npu_tuned_model.lora import LoraAdapter
+from npu_tuned_model.quantise import check_weight_dtype
 from npu_tuned_model.tensor_parallel import EmbeddingShard, TensorParallel, connect, shard_model
 from npu_tuned_model.tuning import TuningOptions
 
@@ -36,6 +46,8 @@ def load_model(
     options: TuningOptions | None = None,
     parallel: TensorParallel | None = None,
     lora: str | os.PathLike[str] | None = None,
+    weight_dtype: str | None = None,
+    int8_embeddings: bool = True,
 ) -> Qwen2ForCausalLM:
     """Load a Hugging Face checkpoint of Qwen1.5, Qwen2 or Qwen2.5 (dense), fused while it streams.
 
@@ -49,6 +61,10 @@ def load_model(
         parallel: this process's place among the ranks that hold the model together; each reads and holds its part
             only. By default this process holds all of it.
         lora: folder of a LoRA adapter in PEFT's format, to be merged into the weights of a plain checkpoint.
+        weight_dtype: "int8" quantises the linear layers' weights while they are read, an adapter's part included; see
+            quantise.py. By default they stay as they are: in `dtype`, or int8 in a checkpoint that
+            tools/quantize_weight.py wrote.
+        int8_embeddings: whether weight_dtype is also that of the embedding table and the output layer.
 
     Returns:
         the model in evaluation mode; eager until ``model.run_graph()`` is called.
@@ -58,15 +74,18 @@ def load_model(
             number of ranks.
         UserError: for a device that isn't there, an unknown dtype, or a number of ranks that doesn't divide the model.
     """
+    check_weight_dtype(weight_dtype)
     from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
 
     device = resolve_device(device) if isinstance(device, str) else device
     folder = resolve_checkpoint(os.fspath(path))
     config = read_config(folder)
     shard = WHOLE if parallel is None else parallel.shard
-    converted = _take_layout(folder, config, shard.size)
+    layout = _take_layout(folder, config, shard.size)
+    stored = FLOATS if layout is None else layout.quantised
+    held = stored if stored.linears or weight_dtype is None else Quantised(True, int8_embeddings)
     adapter = None if lora is None else LoraAdapter(lora)
-    if adapter is not None and converted:
+    if adapter is not None and layout is not None:
         raise UserError("an adapter is merged into a plain checkpoint, and this one is converted: load the plain one")
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype)
@@ -81,6 +100,8 @@ def load_model(
         model = Qwen2ForCausalLM(config, options)
     if parallel is not None and parallel.size > 1:
         shard_model(model, parallel)
+    if held.linears:
+        hold_int8(model, embeddings=held.embeddings)
     packer = _LayerPacker(model, device, dtype)
     checkpoint.load_weights(
         model,
@@ -89,7 +110,8 @@ def load_model(
         device=device,
         on_ready=packer,
         shard=shard,
-        converted=converted,
+        converted=layout is not None,
+        stored=stored,
         adapter=adapter,
     )
     if parallel is not None and parallel.size > 1:
@@ -100,24 +122,25 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def _take_layout(folder: Path, config: Qwen2Config, size: int) -> bool:
-    """Whether the checkpoint is converted, for `size` ranks; the mark is taken off `config`, which describes the model.
+def _take_layout(folder: Path, config: Qwen2Config, size: int) -> Layout | None:
+    """How the checkpoint is converted, for `size` ranks; the mark is taken off `config`, which describes the model.
 
     Raises:
         CheckpointError: it is converted for another number of ranks.
         UserError: the model can't be divided among `size` ranks.
     """
-    made_for = converted_tp_size(config)
+    layout = layout_of(config)
     check_tp_size(config, size)
-    if made_for is None:
-        return False
-    if made_for != size:
+    if layout is None:
+        return None
+    if layout.tp_size != size:
         raise CheckpointError(
-            f"{folder} was converted for tp_size {made_for}, this run has tp_size {size}: load the plain checkpoint, "
-            f"or convert that: python tools/merge_qkv_weight.py --model_path=PLAIN --output_path=OUT --tp_size={size}"
+            f"{folder} was converted for tp_size {layout.tp_size}, this run has tp_size {size}: load the plain "
+            "checkpoint, or convert that: python tools/merge_qkv_weight.py --model_path=PLAIN --output_path=OUT "
+            f"--tp_size={size}"
         )
     delattr(config, LAYOUT_KEY)
-    return True
+    return layout
 
 
 def from_pretrained(model_class: type, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Qwen2ForCausalLM:
@@ -144,6 +167,8 @@ def from_pretrained(model_class: type, path: str | os.PathLike[str], *args: Any,
 def save_pretrained(model: Qwen2ForCausalLM, folder: str | os.PathLike[str], **kwargs: Any) -> None:
     """Write a plain Hugging Face checkpoint (unfused, unpacked), which stock transformers loads as well.
 
+    Of int8 weights, what they stand for is written, in the model's dtype.
+
     Args:
         kwargs: what transformers' save_pretrained takes (max_shard_size, safe_serialization).
 
@@ -164,7 +189,7 @@ def pack_weights(model: Qwen2ForCausalLM, device: torch.device | None = None) ->
     Args:
         device: the device whose layout it shall be; by default the one that the model is on.
     """
-    weight = model.model.embed_tokens.weight
+    weight = model.model.norm.weight
     packer = _LayerPacker(model, device or weight.device, weight.dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
@@ -181,14 +206,24 @@ class _LayerPacker:
         kernels = options.native_kernels and device.type == "cpu" and dtype == torch.bfloat16
         kernels = kernels and cpu_kernels.why_not() is None
         self.pack = packer_for(device.type, dtype, kernels=kernels) if options.packed_weights else None
+        self.pack_int8 = int8_packer_for(device.type, kernels=kernels) if options.packed_weights else None
+        self.kernels = kernels
 
     def __call__(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, nn.Linear):
+            return
+        integers = isinstance(module, Int8Linear)
+        pack: Any = self.pack_int8 if integers else self.pack
+        # a tied output layer keeps the embedding's own weight: packing would make a second copy of it, unless the
+        # embedding can read the packed one
         tied = name == "lm_head" and self.model.config.tie_word_embeddings
-        # a tied output layer keeps the embedding's own weight: packing would make a second copy of it
-        if self.pack is None or tied or not isinstance(module, nn.Linear):
+        if pack is None or (tied and not (integers and self.kernels)):
             return
         parent, _, child = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, self.pack(module, self._pieces(child, module)))
+        packed = pack(module, self._pieces(child, module))
+        setattr(self.model.get_submodule(parent), child, packed)
+        if tied and isinstance(packed, PackedInt8Linear):
+            self.model.model.embed_tokens = packed_embedding(self.model.model.embed_tokens, packed)
 
     def _pieces(self, child: str, module: nn.Linear) -> list[int]:
         options, width = self.model.options, module.out_features

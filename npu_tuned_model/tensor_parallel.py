@@ -83,8 +83,12 @@ class EmbeddingShard(nn.Embedding):
         """(...) token numbers of the whole vocabulary to (..., width)."""
         local = input - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        rows = F.embedding(local.clamp(0, self.num_embeddings - 1), self.weight)
+        rows = self.look_up(local.clamp(0, self.num_embeddings - 1))
         return self.all_reduce(rows.masked_fill(elsewhere[..., None], 0))
+
+    def look_up(self, local: Tensor) -> Tensor:
+        """(...) numbers of this rank's rows to (..., width)."""
+        return F.embedding(local, self.weight)
 
 
 class SummedLinear(nn.Module):
