@@ -67,11 +67,11 @@ def stock_logits(subject: Any, ids: Any) -> Any:
         return subject.model(ids).logits.float()
 
 
-def decode_logits(model: Any, ids: Any) -> Any:
-    """The same from a prefill of a quarter and one decode step for every later token."""
+def decode_logits(model: Any, ids: Any, start: int | None = None) -> Any:
+    """The same from a prefill of the first `start` tokens (a quarter) and one decode step for every later token."""
     import torch
 
-    start = ids.shape[1] // 4
+    start = start or ids.shape[1] // 4
     cache = model.new_cache(1, ids.shape[1])
     parts = [model(ids[:, :start], past_key_values=cache).logits]
     parts += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(start, ids.shape[1])]
