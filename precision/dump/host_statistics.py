@@ -37,12 +37,15 @@ class HostFigures(NamedTuple):
 def host_figures(values: Tensor) -> HostFigures | None:
     """The figures of a plain tensor of any shape, one element or more; None for what the kernel is not for.
 
-    That is: memory that isn't on the host or has gaps, dtypes other than float32 and bfloat16, values that are not all
-    finite, and a machine where the kernel can't be built (see why_not).
+    That is: memory that isn't on the host, dtypes other than float32 and bfloat16, values that are not all finite, and
+    a machine where the kernel can't be built (see why_not).
     """
     kernel = kernels().get(values.dtype)
-    if kernel is None or values.device.type not in known_tensors.HOST_DEVICES or not _dense(values):
+    if kernel is None or values.device.type not in known_tensors.HOST_DEVICES:
         return None
+    if not _dense(values):
+        # a copy, and still much faster than torch's kernels
+        values = values.contiguous()
     figures = (ctypes.c_double * FIGURES)()
     if not kernel(values.data_ptr(), values.numel(), 0.0, ctypes.addressof(figures)):
         return None
@@ -69,5 +72,13 @@ def kernels() -> dict[torch.dtype, Kernel]:
 
 
 def _dense(values: Tensor) -> bool:
-    # the order of the elements says nothing to the figures: a transposed tensor is as good
-    return values.is_contiguous() or (values.dim() == 2 and values.t().is_contiguous())
+    # the order of the elements says nothing to the figures: transposed heads are as good
+    if values.is_contiguous():
+        return True
+    extent = 1
+    for stride, size in sorted(zip(values.stride(), values.shape)):
+        if size > 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True

@@ -71,6 +71,24 @@ def test_the_kernel_reads_every_element_once(dtype: torch.dtype, count: int) -> 
         assert host_statistics.host_figures(tensor) is None
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda heads: heads.transpose(1, 2),
+        lambda heads: heads.permute(3, 1, 0, 2),
+        lambda heads: heads[..., ::2],
+        lambda heads: heads[:, 1:].transpose(1, 2)[..., 3:],
+        lambda heads: heads[:, :1].expand(2, 9, 4, 6),
+    ],
+)
+def test_the_kernel_reads_views_as_they_are(view: Any) -> None:
+    values = view(torch.randn(2, 5, 4, 6, generator=torch.Generator().manual_seed(0)))
+    figures, wide = host_statistics.host_figures(values), values.double()
+    assert figures is not None
+    assert (figures.max, figures.min) == (wide.max().item(), wide.min().item())
+    assert (figures.mean, figures.norm) == pytest.approx((wide.mean().item(), wide.norm().item()), rel=1e-5)
+
+
 def test_without_a_compiler_the_summary_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp_library.why_not.cache_clear()
