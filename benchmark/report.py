@@ -79,7 +79,8 @@ def conditions(report: dict[str, Any]) -> list[tuple[str, str]]:
     cores = f"{env['cpu_cores']} cores, {env['torch_threads']} threads"
     return [
         ("model", f"{model['path'] or 'sample checkpoint (random weights)'}: {model['layers']} layers, hidden "
-         f"{model['hidden_size']}, {model['heads']}/{model['kv_heads']} heads, {model['dtype']}"),
+         f"{model['hidden_size']}, {model['heads']}/{model['kv_heads']} heads, {model['dtype']}, weights "
+         f"{model.get('weight_dtype', model['dtype'])}"),
         ("workload", f"batch {work['batch_size']}, prompt {work['input_max_len_tokens']} tokens ({real} without "
          f"padding), {work['max_new_tokens']} new tokens, {work['rounds']} rounds"),
         ("prompts", f"{work['prompts']}{', in the chat template' if work['chat_template'] else ''}"),

@@ -29,6 +29,17 @@ _OPTIONS = (
         help="UTF-8 file with one prompt per line, or a JSON list of strings.",
     ),
     click.option("--lora", type=click.Path(path_type=Path), help="LoRA adapter (PEFT) to merge while loading."),
+    click.option(
+        "--weight_dtype",
+        type=click.Choice(["int8"]),
+        help="Quantise the linear layers' weights while loading. Default: as the checkpoint has them.",
+    ),
+    click.option(
+        "--int8_embeddings/--no_int8_embeddings",
+        default=True,
+        show_default=True,
+        help="With --weight_dtype: the embedding table and the output layer, too.",
+    ),
     click.option("--rounds", type=_positive(), default=3, show_default=True),
     click.option(
         "--deterministic",

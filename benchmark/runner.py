@@ -33,7 +33,7 @@ from benchmark.sample_checkpoint import sample_checkpoint
 from benchmark.workload import Workload, load_tokenizer, make_workload, read_prompts
 from npu_tuned_model import TuningOptions, load_model
 from npu_tuned_model.check_finite import FiniteCheck
-from npu_tuned_model.checkpoint_layout import check_tp_size, converted_tp_size
+from npu_tuned_model.checkpoint_layout import Quantised, check_tp_size, converted_tp_size, held_as
 from npu_tuned_model.config import read_config, resolve_checkpoint
 from npu_tuned_model.deterministic import determinism_in_force, make_deterministic
 from npu_tuned_model.device import resolve_device, resolve_dtype
@@ -65,6 +65,8 @@ class Settings:
     graph: GraphOptions
     attention: str
     lora: Path | None = None
+    weight_dtype: str | None = None
+    int8_embeddings: bool = True
     deterministic: bool = False
     profile: bool = False
 
@@ -125,6 +127,8 @@ def prepare(
         raise UserError(f"stock transformers can't read the converted checkpoint {folder}: pass --compare=none")
     if settings.lora is not None and (settings.compare or settings.ablation):
         raise UserError("--lora changes the tuned model only: pass --compare=none and no --ablation")
+    if settings.weight_dtype is not None and settings.ablation:
+        raise UserError("--ablation measures the model with its weights as they are: pass no --weight_dtype")
     tokenizer = load_tokenizer(folder)
     workload = make_workload(
         tokenizer,
@@ -195,7 +199,12 @@ def run(prepared: Prepared, console: Console, trace: Path | None = None) -> dict
             timed_generation(subject, workload, device=device)
     ranks, config = prepared.ranks, prepared.config
     work = work_of(
-        config, dtype=prepared.dtype, batch=workload.batch_size, length=workload.input_max_len, shard=ranks.shard
+        config,
+        dtype=prepared.dtype,
+        batch=workload.batch_size,
+        length=workload.input_max_len,
+        shard=ranks.shard,
+        quantised=_held(prepared),
     )
     rows = workload.batch_size * workload.input_max_len
     ceilings = Ceilings(config, work, device=device, dtype=prepared.dtype, rows=rows, shard=ranks.shard)
@@ -287,8 +296,20 @@ def _model_entry(prepared: Prepared) -> dict[str, Any]:
         "vocabulary": prepared.config.vocab_size,
         "tied_embeddings": bool(prepared.config.tie_word_embeddings),
         "dtype": prepared.settings.dtype,
+        "weight_dtype": _weight_dtype(prepared),
         "lora": None if prepared.settings.lora is None else str(prepared.settings.lora),
     }
+
+
+def _held(prepared: Prepared) -> Quantised:
+    return held_as(prepared.config, prepared.settings.weight_dtype, prepared.settings.int8_embeddings)
+
+
+def _weight_dtype(prepared: Prepared) -> str:
+    held, dtype = _held(prepared), prepared.settings.dtype
+    if not held.linears:
+        return dtype
+    return "int8" if held.embeddings else f"int8, embedding and output layer {dtype}"
 
 
 def _workload_entry(prepared: Prepared) -> dict[str, Any]:
@@ -315,6 +336,8 @@ def _load_tuned(prepared: Prepared, notes: list[str], console: Console) -> Any:
             options=TuningOptions(),
             parallel=prepared.ranks.parallel,
             lora=prepared.settings.lora,
+            weight_dtype=prepared.settings.weight_dtype,
+            int8_embeddings=prepared.settings.int8_embeddings,
         )
     for warning in caught:
         notes.append(str(warning.message))

@@ -243,6 +243,13 @@ def layout_of(config: Qwen2Config) -> Layout | None:
     return Layout(size, Quantised(weight_dtype == INT8, bool(fields.get("int8_embeddings"))))
 
 
+def held_as(config: Qwen2Config, weight_dtype: str | None, int8_embeddings: bool) -> Quantised:
+    """Which weights a model loaded with these arguments of load_model holds as int8."""
+    layout = layout_of(config)
+    stored = FLOATS if layout is None else layout.quantised
+    return stored if stored.linears or weight_dtype is None else Quantised(True, int8_embeddings)
+
+
 def converted_tp_size(config: Qwen2Config) -> int | None:
     """The number of ranks that a converted checkpoint was made for; None for a plain one.
 

@@ -18,8 +18,8 @@ from npu_tuned_model.checkpoint_layout import (
     LAYOUT_KEY,
     WHOLE,
     Layout,
-    Quantised,
     check_tp_size,
+    held_as,
     layout_of,
 )
 from npu_tuned_model.config import read_config, resolve_checkpoint
@@ -81,9 +81,8 @@ def load_model(
     folder = resolve_checkpoint(os.fspath(path))
     config = read_config(folder)
     shard = WHOLE if parallel is None else parallel.shard
+    held = held_as(config, weight_dtype, int8_embeddings)
     layout = _take_layout(folder, config, shard.size)
-    stored = FLOATS if layout is None else layout.quantised
-    held = stored if stored.linears or weight_dtype is None else Quantised(True, int8_embeddings)
     adapter = None if lora is None else LoraAdapter(lora)
     if adapter is not None and layout is not None:
         raise UserError("an adapter is merged into a plain checkpoint, and this one is converted: load the plain one")
@@ -111,7 +110,7 @@ def load_model(
         on_ready=packer,
         shard=shard,
         converted=layout is not None,
-        stored=stored,
+        stored=FLOATS if layout is None else layout.quantised,
         adapter=adapter,
     )
     if parallel is not None and parallel.size > 1:

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import torch
 from transformers import Qwen2Config
 
-from npu_tuned_model.checkpoint_layout import EMBEDDING, HEAD, WHOLE, Shard, parameter_names, pieces_of, shape_of
+from npu_tuned_model.checkpoint_layout import (
+    EMBEDDING,
+    FLOATS,
+    VOCABULARY,
+    WHOLE,
+    Quantised,
+    Shard,
+    parameter_names,
+    pieces_of,
+    shape_of,
+    split_name,
+)
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,30 @@ class Work:
         return self.step_weight_bytes + tokens_in_cache * self.kv_bytes_per_token
 
 
-def parameter_bytes(name: str, config: Qwen2Config, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-    """Bytes of one rank's part of a parameter of the tuned model."""
-    return math.prod(shape_of(pieces_of(name, config, shard))) * dtype.itemsize
+def work_of(
+    config: Qwen2Config,
+    *,
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    shard: Shard = WHOLE,
+    quantised: Quantised = FLOATS,
+) -> Work:
+    """The work of one rank for `batch` prompts of `length` tokens (padding included: it is computed too).
 
-
-def work_of(config: Qwen2Config, *, dtype: torch.dtype, batch: int, length: int, shard: Shard = WHOLE) -> Work:
-    """The work of one rank for `batch` prompts of `length` tokens (padding included: it is computed too)."""
-    sizes = {name: parameter_bytes(name, config, dtype, shard) for name in parameter_names(config)}
-    embedding = sizes[EMBEDDING]
-    if config.tie_word_embeddings:
-        sizes[HEAD] = 0
-    weight_bytes = sum(sizes.values())
-    matrices = sum(size for name, size in sizes.items() if name.endswith("proj.weight") or name.endswith("qkv.weight"))
-    matmuls = matrices // dtype.itemsize
-    table = embedding // dtype.itemsize
+    Args:
+        dtype: of the activations, and of all weights but those that `quantised` says are int8.
+    """
+    names = parameter_names(config, quantised)
+    counts = {name: math.prod(shape_of(pieces_of(name, config, shard))) for name in names}
+    sizes = {name: count * (1 if quantised.holds(name) else dtype.itemsize) for name, count in counts.items()}
+    tables = {
+        module: sum(size for name, size in sizes.items() if split_name(name)[0] == module) for module in VOCABULARY
+    }
+    embedding, head = tables.values()
+    weight_bytes = sum(sizes.values()) - (head if config.tie_word_embeddings else 0)
+    matmuls = sum(count for name, count in counts.items() if name.endswith(("proj.weight", "qkv.weight")))
+    table = counts[EMBEDDING]
     head_dim = config.hidden_size // config.num_attention_heads
     kv_heads = max(config.num_key_value_heads // shard.size, 1)
     layers, local_width = config.num_hidden_layers, config.hidden_size // shard.size
