@@ -88,6 +88,8 @@ class _ModuleHook:
         self._output_grad = sides.get("output_grad")
         self.needs_before = self._input is not None or self._input_grad is not None
         self._checked: set[str] = set()
+        # by side, number of tensors and call within the pass
+        self._known_names: dict[tuple[str, int, int], list[str]] = {}
         self._pass = -1
         # calls in this pass, and recomputations of them
         self._calls = self._recomputed = 0
@@ -137,24 +139,25 @@ class _ModuleHook:
 
         def report(place: int, gradient: Tensor) -> None:
             if collector.on:
-                with torch.no_grad():
-                    collector.add("actv_grad", names[place], gradient, micro_step, vpp_stage)
+                collector.add("actv_grad", names[place], gradient, micro_step, vpp_stage)
 
         return report
 
     def _add(self, kind: str, side: str, tensors: list[Tensor]) -> None:
         collector = self._collector
         micro_step = max(collector.micro_step, 0)
-        with torch.no_grad():
-            for name, tensor in zip(self._names(side, len(tensors)), tensors):
-                collector.add(kind, name, tensor, micro_step, self._vpp_stage)
+        for name, tensor in zip(self._names(side, len(tensors)), tensors):
+            collector.add(kind, name, tensor, micro_step, self._vpp_stage)
 
     def _names(self, side: str, count: int) -> list[str]:
         calls = self._recomputed if _in_backward() else self._calls
-        again = f".call{calls}" if calls and self._pass == self._collector.passes else ""
-        if count == 1:
-            return [f"{self._name}.{side}{again}"]
-        return [f"{self._name}.{side}_{place}{again}" for place in range(count)]
+        key = (side, count, calls if self._pass == self._collector.passes else 0)
+        names = self._known_names.get(key)
+        if names is None:
+            again = f".call{key[2]}" if key[2] else ""
+            places = [""] if count == 1 else [f"_{place}" for place in range(count)]
+            names = self._known_names[key] = [f"{self._name}.{side}{place}{again}" for place in places]
+        return names
 
     def _inputs(self, selector: str, side: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if selector == "all":

@@ -59,7 +59,7 @@ class Collector:
     def add(
         self, kind: str, name: str, tensor: Tensor, micro_step: int, vpp_stage: int, *, tracked: bool = True
     ) -> None:
-        """Measure a tensor as it is now, where grad is off.
+        """Measure a tensor as it is now.
 
         Args:
             tracked: whether the version counter tells of each change, so that an unchanged tensor needn't be measured

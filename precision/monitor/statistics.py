@@ -29,6 +29,7 @@ DEVICE_PIECE = 1 << 21
 STAGED_BYTES = 2 << 20
 # What other subclasses hold may lie elsewhere.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_ROW_BYTES = FIGURES * np.dtype(float).itemsize
 
 
 class Transfer:
@@ -92,8 +93,9 @@ class Batch:
         self._kernels = kernels() if self._on_host else {}
         # 0 counts none
         self._kernel_eps = eps if "zeros" in self._wanted else 0.0
-        # a row for each number, where the kernel writes
-        self._table = np.empty((64, FIGURES))
+        # a row for each number, where the kernel writes, and where that lies
+        self._table = np.empty((0, FIGURES))
+        self._address = 0
         self._unwanted = [place for place, op in enumerate(OPS) if op not in self._wanted]
         self._unlooked = QUICK if self._kernels else SMALL
         self.clear()
@@ -102,7 +104,7 @@ class Batch:
         """Measure a tensor as it is now; returns the number of its row.
 
         Args:
-            tensor: of any dtype, shape and layout.
+            tensor: of any dtype, shape and layout; its history of gradients is left alone.
             lasting: whether the same tensor object may come by again unchanged, which is looked up.
         """
         number = self._count
@@ -155,16 +157,16 @@ class Batch:
         if not size:
             return False
         if number >= len(self._table):
-            self._table = np.concatenate([self._table, np.empty((number, FIGURES))])
-        address = self._table.ctypes.data + number * self._table.strides[0]
-        return kernel(tensor.data_ptr(), size, self._kernel_eps, address)
+            self._table = np.concatenate([self._table, np.empty((number + 64, FIGURES))])
+            self._address = self._table.ctypes.data
+        return kernel(tensor.data_ptr(), size, self._kernel_eps, self._address + number * _ROW_BYTES)
 
     def _host_rows(self) -> list[list[float]]:
-        if not self._kernels:
-            return [[]] * self._count
+        """The table, with rows that mean nothing, or none, for what the kernel didn't measure."""
         table = self._table[: self._count]
         table[:, self._unwanted] = math.nan
-        return table.tolist()
+        rows: list[list[float]] = table.tolist()
+        return rows + [[]] * (self._count - len(rows))
 
     def _measure_by_torch(self, number: int, tensor: Tensor) -> None:
         size = tensor.numel()

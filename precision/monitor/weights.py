@@ -63,8 +63,7 @@ class Parameters:
     def _add(self, kind: str, name: str, tensor: Tensor | None, stage: int) -> None:
         if tensor is not None:
             # reductions over ranks, clipping and optimizers may write past the version counter, to .data
-            with torch.no_grad():
-                self._collector.add(kind, name, tensor, 0, stage, tracked=False)
+            self._collector.add(kind, name, tensor, 0, stage, tracked=False)
 
 
 def is_deepspeed(parameter: Tensor) -> bool:
