@@ -24,6 +24,7 @@ from precision.free_benchmark.summary import Summary as CheckSummary
 from precision.graph import GraphRuns
 from precision.interception import COLLECTIVES, ApiInterception, Registry
 from precision.module_hooks import ModuleHooks
+from precision.torchair_dump import set_dump_options
 
 # modes of the older configure_hook()
 _HOOK_MODES: dict[str, dict[str, Any]] = {
@@ -138,6 +139,26 @@ class PrecisionDebugger:
         """
         return self._graphs.backend(inner)
 
+    def set_torchair_options(self, compiler_config: Any) -> None:
+        """Let torchair's own dump follow this debugger's options, in the graphs compiled with this config from now on.
+
+        For level "graph" on an NPU, instead of compile_backend: the device writes the nodes' tensors to
+        <dump_path>/torchair whenever such a graph runs, whether the debugger is started or not.
+
+        Args:
+            compiler_config: a torchair.CompilerConfig with its mode set, before get_npu_backend is given it.
+
+        Raises:
+            PrecisionError: at another level or task, and for options that torchair's dump doesn't have.
+        """
+        if self.config.level != "graph" or isinstance(self._recorder, Checker):
+            raise PrecisionError(
+                "torchair dumps compiled graphs: make the debugger with level='graph' and no other task"
+            )
+        if self._rank_wanted():
+            folder = set_dump_options(compiler_config, self.config)
+            self._graphs.elsewhere = f"torchair dumps its graphs to {folder} whenever they run"
+
     def start(self, model: nn.Module | list[nn.Module] | None = None) -> PrecisionDebugger:
         """Record from here on; to be left with stop(), or used in a with statement.
 
@@ -205,12 +226,17 @@ class PrecisionDebugger:
         if not self.config.dump_enable:
             self.summary.note("nothing is recorded: dump_enable is false")
             return False
-        rank = torch.distributed.get_rank() if store.rank_folder() != "rank" else 0
-        if self.config.rank and rank not in self.config.rank:
-            self.summary.note(f"nothing is recorded on rank {rank}: rank is {self.config.rank}")
+        if not self._rank_wanted():
             return False
         if self.config.step and self._step not in self.config.step:
             self.summary.note(f"steps outside {self.config.step} are not recorded")
+            return False
+        return True
+
+    def _rank_wanted(self) -> bool:
+        rank = torch.distributed.get_rank() if store.rank_folder() != "rank" else 0
+        if self.config.rank and rank not in self.config.rank:
+            self.summary.note(f"nothing is recorded on rank {rank}: rank is {self.config.rank}")
             return False
         return True
 

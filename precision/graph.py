@@ -23,11 +23,13 @@ class GraphRuns:
     Attributes:
         running: the record of the module that the current node came from, outermost first.
         graphs, nodes: how many graphs ran while watched, and how many of their nodes were calls with a name.
+        elsewhere: what dumps graphs that aren't watched here, in words; empty for nothing.
     """
 
     def __init__(self) -> None:
         self.running: list[str] = []
         self.graphs = self.nodes = 0
+        self.elsewhere = ""
         self._observer: ApiObserver | None = None
         self._calls: Counter[str] = Counter()
 
@@ -51,6 +53,8 @@ class GraphRuns:
         return compile_graph
 
     def __str__(self) -> str:
+        if not self.graphs and self.elsewhere:
+            return self.elsewhere
         if not self.graphs:
             return "no graph ran: pass torch.compile(backend=debugger.compile_backend()) for what is to be dumped"
         return f"ran {self.graphs} graphs node by node, {self.nodes} calls"
