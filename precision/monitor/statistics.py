@@ -27,7 +27,7 @@ HOST_PIECE = 1 << 17
 DEVICE_PIECE = 1 << 21
 # Small tensors are reduced as soon as their copies take this much.
 STAGED_BYTES = 2 << 20
-# What other subclasses hold may lie elsewhere.
+# What other subclasses hold may lie elsewhere, as may anything inside torch.func's transforms.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _ROW_BYTES = FIGURES * np.dtype(float).itemsize
 
@@ -149,7 +149,7 @@ class Batch:
     def _measure_on_host(self, number: int, tensor: Tensor) -> bool:
         """Have the kernel fill in a row; False where it is not for the tensor, or finds that it isn't finite."""
         kernel = self._kernels.get(tensor.dtype)
-        if kernel is None or type(tensor) not in _PLAIN_TYPES:
+        if kernel is None or type(tensor) not in _PLAIN_TYPES or torch._C._are_functorch_transforms_active():
             return False
         if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
             tensor = _flat(dense(tensor)).contiguous()

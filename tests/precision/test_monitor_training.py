@@ -188,6 +188,16 @@ def test_steps_that_are_asked_for(tmp_path: Path) -> None:
     assert {path.name for path in monitor.folder.glob("actv_[0-9]*.csv")} == {"actv_0-3.csv", "actv_4-7.csv"}
 
 
+def test_inside_of_a_transform(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    parameters, x = dict(model.named_parameters()), torch.randn(2, 4)
+    with Monitor(output_dir=tmp_path, quiet=True, page=False, all_xy=True).watch(model) as monitor:
+        torch.func.grad(lambda parameters: torch.func.functional_call(model, parameters, (x,)).sum())(parameters)
+        monitor.step()
+    assert monitor.folder is not None
+    assert_row(by_name(read(monitor.folder, "actv"))[".output"], model(x))
+
+
 def test_a_module_that_is_called_twice_has_two_rows(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
