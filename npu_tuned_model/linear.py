@@ -37,7 +37,38 @@ _library.impl("packed_linear", _packed_linear, "MkldnnCPU")
 _library.impl("packed_linear", _packed_linear_meta, "Meta")
 
 
-class PackedLinear(nn.Module):
+class PiecewiseLinear(nn.Module):
+    """A linear layer whose weight is held in one piece or in several.
+
+    Attributes:
+        sizes: output features of each piece, adding up to out_features.
+    """
+
+    in_features: int
+    out_features: int
+    sizes: list[int]
+
+    def piece(self, rows: Tensor, index: int) -> Tensor:
+        """(tokens, in) to (tokens, size) by one piece."""
+        raise NotImplementedError
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
+        parts = self.split(rows, self.sizes)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """One (tokens, size) result per piece.
+
+        Raises:
+            ValueError: the weight was packed in other pieces.
+        """
+        if list(sizes) != self.sizes:
+            raise ValueError(f"the weight was packed in pieces of {self.sizes}, not of {list(sizes)}")
+        return [self.piece(rows, index) for index in range(len(self.sizes))]
+
+
+class PackedLinear(PiecewiseLinear):
     """A linear layer whose weight is held in oneDNN's blocked layout, in one piece or in several.
 
     Source: oneDNN inner product with a reordered weight, as inductor's freezing uses it. For a few rows (decode) the
@@ -75,23 +106,11 @@ class PackedLinear(nn.Module):
     def _bias(self, index: int) -> Tensor | None:
         return getattr(self, f"bias{index}", None)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        parts = self.split(rows, self.sizes)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """One (tokens, size) result per piece.
-
-        Raises:
-            ValueError: the weight was packed in other pieces.
-        """
-        if list(sizes) != self.sizes:
-            raise ValueError(f"the weight was packed in pieces of {self.sizes}, not of {list(sizes)}")
+    def piece(self, rows: Tensor, index: int) -> Tensor:
+        """(tokens, in) to (tokens, size) by one piece."""
         if self.few_rows_kernel and rows.dim() == 2 and rows.shape[0] <= cpu_kernels.FEW_ROWS:
-            return [self._few_rows(rows, index, size) for index, size in enumerate(self.sizes)]
-        op = torch.ops.npu_tuned_model.packed_linear.default
-        return [op(rows, piece, self._bias(index)) for index, piece in enumerate(self.pieces)]
+            return self._few_rows(rows, index, self.sizes[index])
+        return torch.ops.npu_tuned_model.packed_linear.default(rows, self.pieces[index], self._bias(index))
 
     def _few_rows(self, rows: Tensor, index: int, size: int) -> Tensor:
         bias = self._bias(index)

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npu_tuned_model import cpu_int8, ops
-from npu_tuned_model.linear import split_bias
+from npu_tuned_model.linear import PiecewiseLinear, split_bias
 from npu_tuned_model.quantise import SCALE_DTYPE
 from npu_tuned_model.tensor_parallel import EmbeddingShard
+
+# what npu_weight_quant_batchmatmul takes in either direction
+MOST_FEATURES = 65535
 
 
 class Int8Linear(nn.Linear):
@@ -52,34 +55,47 @@ def _multiply(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) 
     return ops.npu_weight_quant_batchmatmul(rows, weight, scale, bias=wide)
 
 
-class InputMajorInt8Linear(nn.Module):
-    """An int8 linear layer for an NPU: its weight is stored (in, out), so that a graph holds no Transpose."""
+class InputMajorInt8Linear(PiecewiseLinear):
+    """An int8 linear layer for an NPU: its weight is stored (in, out), so that a graph holds no Transpose.
 
-    def __init__(self, linear: Int8Linear) -> None:
+    The operator takes no more than MOST_FEATURES, and a vocabulary has more: such a weight is held in pieces.
+    """
+
+    def __init__(self, linear: Int8Linear, sizes: Sequence[int]) -> None:
+        """sizes: output features of each piece, adding up to all."""
         super().__init__()
         self.out_features, self.in_features = linear.out_features, linear.in_features
-        self.weight = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
-        self.weight_scale = nn.Parameter(linear.weight_scale.detach(), requires_grad=False)
+        self.sizes = [part for size in sizes for part in _parts(size)]
         wide = torch.float32 if linear.weight_scale.dtype == torch.bfloat16 else linear.weight_scale.dtype
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().to(wide), requires_grad=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """(tokens, in) to (tokens, out)."""
-        return ops.npu_weight_quant_batchmatmul(rows, self.weight, self.weight_scale, bias=self.bias)
-
-    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """One (tokens, size) result for each slice of the weight."""
-        slices = zip(
-            self.weight.split(list(sizes), dim=1), self.weight_scale.split(list(sizes)), split_bias(self.bias, sizes)
+        biases = split_bias(None if linear.bias is None else linear.bias.detach().to(wide), self.sizes)
+        weights, scales = linear.weight.detach().split(self.sizes), linear.weight_scale.detach().split(self.sizes)
+        self.weights, self.scales, self.biases = (
+            nn.ParameterList(nn.Parameter(part.contiguous(), requires_grad=False) for part in parts)
+            for parts in ([weight.t() for weight in weights], scales, [bias for bias in biases if bias is not None])
         )
-        return [ops.npu_weight_quant_batchmatmul(rows, weight, scale, bias=bias) for weight, scale, bias in slices]
+
+    def piece(self, rows: Tensor, index: int) -> Tensor:
+        """(tokens, in) to (tokens, size) by one piece."""
+        bias = self.biases[index] if len(self.biases) else None
+        return ops.npu_weight_quant_batchmatmul(rows, self.weights[index], self.scales[index], bias=bias)
 
     def dense_weight(self) -> Tensor:
         """The weight as (out, in), in the scales' dtype."""
-        return (self.weight.to(self.weight_scale.dtype) * self.weight_scale).t()
+        pieces = zip(self.weights, self.scales)
+        return torch.cat([(weight.detach().to(scale.dtype) * scale).t() for weight, scale in pieces])
+
+    @property
+    def bias(self) -> Tensor | None:
+        return torch.cat([*self.biases]).to(self.scales[0].dtype) if len(self.biases) else None
 
 
-class PackedInt8Linear(nn.Module):
+def _parts(size: int) -> list[int]:
+    """`size` in as few, nearly equal parts of no more than MOST_FEATURES as possible."""
+    count = -(-size // MOST_FEATURES)
+    return [size * (part + 1) // count - size * part // count for part in range(count)]
+
+
+class PackedInt8Linear(PiecewiseLinear):
     """An int8 linear layer for a CPU with the C++ kernels, its weight in their blocks, in one piece or in several."""
 
     few_rows_kernel = True
@@ -90,36 +106,19 @@ class PackedInt8Linear(nn.Module):
         self.out_features, self.in_features = linear.out_features, linear.in_features
         self.sizes = list(sizes)
         self.dtype = linear.weight_scale.dtype
-        weights = linear.weight.detach().split(self.sizes)
-        scales = linear.weight_scale.detach().split(self.sizes)
-        for index, (weight, scale) in enumerate(zip(weights, scales)):
-            blocks, padded = cpu_int8.pack(weight, scale)
-            self.register_buffer(f"blocks{index}", blocks, persistent=False)
-            self.register_buffer(f"scales{index}", padded, persistent=False)
-        bias = linear.weight_scale.new_empty(0) if linear.bias is None else linear.bias.detach()
         self.has_bias = linear.bias is not None
-        for index, piece in enumerate(bias.split(self.sizes) if self.has_bias else [bias] * len(self.sizes)):
-            self.register_buffer(f"bias{index}", piece.clone(), persistent=False)
+        weights, scales = linear.weight.detach().split(self.sizes), linear.weight_scale.detach().split(self.sizes)
+        biases = split_bias(None if linear.bias is None else linear.bias.detach(), self.sizes)
+        for index, (weight, scale, bias) in enumerate(zip(weights, scales, biases)):
+            blocks, padded = cpu_int8.pack(weight, scale)
+            shift = scale.new_empty(0) if bias is None else bias.clone()
+            for name, tensor in (("blocks", blocks), ("scales", padded), ("bias", shift)):
+                self.register_buffer(f"{name}{index}", tensor, persistent=False)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """(tokens, in) to (tokens, out)."""
-        parts = self.split(rows, self.sizes)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def split(self, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """One (tokens, size) result per piece."""
-        if list(sizes) != self.sizes:
-            raise ValueError(f"the weight was packed in pieces of {self.sizes}, not of {list(sizes)}")
-        return [
-            cpu_int8.linear(
-                rows,
-                getattr(self, f"blocks{index}"),
-                getattr(self, f"scales{index}"),
-                getattr(self, f"bias{index}"),
-                size,
-            )
-            for index, size in enumerate(self.sizes)
-        ]
+    def piece(self, rows: Tensor, index: int) -> Tensor:
+        """(tokens, in) to (tokens, size) by one piece."""
+        weight = (getattr(self, f"{name}{index}") for name in ("blocks", "scales", "bias"))
+        return cpu_int8.linear(rows, *weight, self.sizes[index])
 
     def dense_weight(self) -> Tensor:
         """The weight as (out, in), in the model's dtype."""
@@ -217,7 +216,7 @@ def int8_packer_for(device_type: str, *, kernels: bool) -> Callable[[Int8Linear,
         return PackedInt8Linear(linear, sizes) if cpu_int8.why_not(linear.in_features) is None else linear
 
     if device_type == "npu":
-        return lambda linear, sizes: InputMajorInt8Linear(linear)
+        return InputMajorInt8Linear
     return pack_for_kernels if kernels else None
 
 

@@ -94,6 +94,8 @@ def load_model(
             "Qwen2's activations overflow in float16; use bfloat16, or check the results with --check_finite",
             stacklevel=2,
         )
+    if device.type == "npu" and held.linears and dtype not in (torch.bfloat16, torch.float16):
+        raise UserError(f"an NPU multiplies int8 weights with bfloat16 or float16 only, not {dtype}: pass that dtype")
     config.torch_dtype = dtype
     with torch.device("meta"), no_init_weights():
         model = Qwen2ForCausalLM(config, options)
@@ -206,17 +208,16 @@ class _LayerPacker:
         kernels = kernels and cpu_kernels.why_not() is None
         self.pack = packer_for(device.type, dtype, kernels=kernels) if options.packed_weights else None
         self.pack_int8 = int8_packer_for(device.type, kernels=kernels) if options.packed_weights else None
-        self.kernels = kernels
 
     def __call__(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, nn.Linear):
             return
         integers = isinstance(module, Int8Linear)
         pack: Any = self.pack_int8 if integers else self.pack
-        # a tied output layer keeps the embedding's own weight: packing would make a second copy of it, unless the
-        # embedding can read the packed one
+        # a tied output layer keeps the embedding's own weight: packing would make a second copy of it. Not so of int8:
+        # a CPU's embedding reads the packed one, an NPU's operator takes no weight of so many rows in one piece.
         tied = name == "lm_head" and self.model.config.tie_word_embeddings
-        if pack is None or (tied and not (integers and self.kernels)):
+        if pack is None or (tied and not integers):
             return
         parent, _, child = name.rpartition(".")
         packed = pack(module, self._pieces(child, module))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention_checks import AttentionCall, host_lengths
-from .checks import ascend_rotary_head_dim, refuse
+from .checks import ascend_rotary_head_dim, ascend_weight_quant_sides, refuse
 
 
 def _torch_npu() -> Any:
@@ -171,6 +171,7 @@ def npu_weight_quant_batchmatmul(
     bias: Tensor | None,
     antiquant_group_size: int,
 ) -> Tensor:
+    ascend_weight_quant_sides(weight)
     return _torch_npu().npu_weight_quant_batchmatmul(
         x,
         weight,

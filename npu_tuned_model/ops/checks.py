@@ -252,6 +252,14 @@ def weight_quant_batchmatmul(
         raise refuse(op, "quant_offset needs quant_scale")
 
 
+def ascend_weight_quant_sides(weight: Tensor) -> None:
+    if max(weight.shape) > 65535:
+        raise refuse(
+            "npu_weight_quant_batchmatmul",
+            f"weight {describe(weight)} has a side of more than 65535, which an NPU doesn't take: cut it into pieces",
+        )
+
+
 def trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int) -> None:
     op = "npu_trans_quant_param"
     if scale.dtype != torch.float32 or scale.dim() not in (1, 2) or (scale.dim() == 2 and scale.shape[0] != 1):

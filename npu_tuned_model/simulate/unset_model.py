@@ -7,6 +7,7 @@ import copy
 import torch
 from transformers import Qwen2Config
 
+from npu_tuned_model.linear_int8 import hold_int8
 from npu_tuned_model.load import pack_weights
 from npu_tuned_model.modeling_qwen2 import Qwen2ForCausalLM
 from npu_tuned_model.tuning import TuningOptions
@@ -18,13 +19,22 @@ def unset_model(
     options: TuningOptions | None = None,
     dtype: torch.dtype = torch.bfloat16,
     model_class: type[Qwen2ForCausalLM] = Qwen2ForCausalLM,
+    *,
+    int8: bool = False,
 ) -> Qwen2ForCausalLM:
-    """A model of this configuration with `layers` layers, its weights laid out as loading lays them out."""
+    """A model of this configuration with `layers` layers, its weights laid out as loading lays them out.
+
+    Args:
+        int8: whether its weights are int8, those of embedding and output layer included.
+    """
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     device = torch.device("npu")
     with torch.device("meta"):
-        model = pack_weights(model_class(config, options).to(dtype), device)
+        model = model_class(config, options)
+        if int8:
+            hold_int8(model, embeddings=True)
+        model = pack_weights(model.to(dtype), device)
     model = model.to_empty(device=device)
     model.tie_weights()
     model.model.rotary.fill(device, dtype)

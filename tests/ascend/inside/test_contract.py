@@ -170,6 +170,15 @@ def test_quantised(rows, blocks, columns, dtype, quant_mode):
         ops.npu_weight_quant_batchmatmul,
         lambda device: ([on(device, rows, width), weights(device), on(device, out)], {}),
     )
+    # as linear_int8.py calls it, the attention projections' bias in the dtype that the operator wants
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    same_results(
+        ops.npu_weight_quant_batchmatmul,
+        lambda device: (
+            [on(device, rows, width), weights(device), on(device, out)],
+            {"bias": on(device, out, kind=wide)},
+        ),
+    )
     same_results(
         ops.npu_quant_matmul,
         lambda device: (
@@ -178,6 +187,13 @@ def test_quantised(rows, blocks, columns, dtype, quant_mode):
         ),
     )
     same_results(ops.npu_trans_quant_param, lambda device: ([on(device, out, kind=torch.float32)], {}))
+
+
+def test_a_side_too_long_for_the_int8_matmul_is_refused():
+    x, scale = torch.empty(1, 32, device="meta"), torch.empty(65536, device="meta")
+    weight = torch.empty(32, 65536, dtype=torch.int8, device="meta")
+    with pytest.raises(ValueError, match="more than 65535, which an NPU doesn't take: cut it"):
+        ascend.npu_weight_quant_batchmatmul(x, weight, scale, None, None, None, None, 0)
 
 
 @FEW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import SHAPES
-from layer_checks import ATTENTION, check_cache, check_layers, check_rotary_layout
+from layer_checks import ATTENTION, INT8_MATMUL, MATMUL, check_cache, check_layers, check_rotary_layout
 from torch import Tensor
 
 from npu_tuned_model import Qwen2ForCausalLM, TuningOptions
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("device")
 PROMPT, CAPACITY = 128, 200
 
 
-def record(config, layers: int, batch: int, **options) -> tuple[RecordedGraph, RecordedGraph]:
+def record(config, layers: int, batch: int, *, int8: bool = False, **options) -> tuple[RecordedGraph, RecordedGraph]:
     """The prefill graph and the decode graph."""
-    model = unset_model(config, layers, TuningOptions().replace(**options))
+    model = unset_model(config, layers, TuningOptions().replace(**options), int8=int8)
     model.run_graph()
     with recorded_graphs() as graphs:
         run_steps(model, batch=batch, prompt=PROMPT, capacity=CAPACITY, decode_steps=2)
@@ -30,9 +30,10 @@ def record(config, layers: int, batch: int, **options) -> tuple[RecordedGraph, R
     return prefill, decode
 
 
-def check(config, batch: int) -> None:
-    for phase, one, two in zip(ATTENTION, record(config, 1, batch), record(config, 2, batch)):
-        check_layers(one, two, ATTENTION[phase])
+def check(config, batch: int, *, int8: bool = False) -> None:
+    graphs = (record(config, layers, batch, int8=int8) for layers in (1, 2))
+    for phase, one, two in zip(ATTENTION, *graphs):
+        check_layers(one, two, ATTENTION[phase], INT8_MATMUL if int8 else MATMUL)
         check_cache(two, ATTENTION[phase])
         check_rotary_layout(two)
         assert two.static
@@ -42,6 +43,17 @@ def check(config, batch: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nodes(shape, batch):
     check(SHAPES[shape], batch)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_weights_add_no_nodes(shape):
+    check(SHAPES[shape], 2, int8=True)
+
+
+def test_a_vocabulary_too_large_for_the_operator_is_cut(small):
+    small.vocab_size = 151936
+    _, decode = record(small, 1, 1, int8=True)
+    assert sum(node.kind == INT8_MATMUL for node in decode.ge_nodes) == 4 + 3
 
 
 def test_prefill_masks_by_the_compressed_mask(small):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import padded_batch, save, stock_model, tiny_config, tuned_logits
 
-from npu_tuned_model import TuningOptions, load_model
+from npu_tuned_model import TuningOptions, UserError, load_model
 from npu_tuned_model.graph import GraphOptions
 from npu_tuned_model.modeling_qwen2 import Qwen2Attention
 from npu_tuned_model.ops import ascend
@@ -50,6 +50,25 @@ def on_npu(folder, mode, attention="auto", **options):
 )
 def test_logits_are_those_of_the_cpu(folder, on_cpu, mode, options):
     torch.testing.assert_close(on_npu(folder, mode, **options), on_cpu, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_int8_weights(folder, mode):
+    """Against the CPU's portable operator, in bfloat16: the NPU's takes no float32."""
+    arguments = {"dtype": "bfloat16", "weight_dtype": "int8"}
+    model = load_model(folder, device="npu", **arguments)
+    if mode is not None:
+        model.run_graph(GraphOptions(torchair_mode=mode, prefill_bucket=16))
+    portable = load_model(folder, device="cpu", options=TuningOptions().replace(native_kernels=False), **arguments)
+    wanted = tuned_logits(portable, IDS, MASK, NEW)
+    found = tuned_logits(model, IDS.to("npu"), MASK.to("npu"), NEW.to("npu")).cpu()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.1)
+    assert (tuned_logits(load_model(folder, device="cpu"), IDS, MASK, NEW) - wanted).abs().max() > 1e-3
+
+
+def test_int8_weights_in_float32_are_refused(folder):
+    with pytest.raises(UserError, match=r"bfloat16 or float16 only, not torch\.float32"):
+        load_model(folder, device="npu", dtype="float32", weight_dtype="int8")
 
 
 def test_the_causal_mask_is_true_where_masked_out(folder):
