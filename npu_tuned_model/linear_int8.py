@@ -117,8 +117,8 @@ class PackedInt8Linear(PiecewiseLinear):
 
     def piece(self, rows: Tensor, index: int) -> Tensor:
         """(tokens, in) to (tokens, size) by one piece."""
-        weight = (getattr(self, f"{name}{index}") for name in ("blocks", "scales", "bias"))
-        return cpu_int8.linear(rows, *weight, self.sizes[index])
+        blocks, scales, bias = (getattr(self, f"{name}{index}") for name in ("blocks", "scales", "bias"))
+        return cpu_int8.linear(rows, blocks, scales, bias, self.sizes[index])
 
     def dense_weight(self) -> Tensor:
         """The weight as (out, in), in the model's dtype."""
