@@ -125,6 +125,9 @@ class Batch:
         first = self._count
         count = values.shape[0]
         self._count += count
+        if self._on_host:
+            self._scalars.append((first, values.tolist()))
+            return first
         self._order += range(first, first + count)
         unknown = values.new_full((count, len(OPS) - 1), math.nan, dtype=self._wide)
         self._parts.append(torch.cat([values.to(self._wide)[:, None], unknown], dim=1))
@@ -142,6 +145,8 @@ class Batch:
         self._count = 0
         self._order: list[int] = []
         self._parts: list[Tensor] = []
+        # on the host: number of the first, values
+        self._scalars: list[tuple[int, list[float]]] = []
         self._staged: dict[tuple[torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         self._staged_bytes = 0
         self._known: KnownTensors[int] = KnownTensors(same_layout=False, devices_across_steps=False)
@@ -162,11 +167,15 @@ class Batch:
         return kernel(tensor.data_ptr(), size, self._kernel_eps, self._address + number * _ROW_BYTES)
 
     def _host_rows(self) -> list[list[float]]:
-        """The table, with rows that mean nothing, or none, for what the kernel didn't measure."""
+        """The table, with rows that mean nothing, or none, for what torch measures."""
         table = self._table[: self._count]
         table[:, self._unwanted] = math.nan
         rows: list[list[float]] = table.tolist()
-        return rows + [[]] * (self._count - len(rows))
+        rows += [[]] * (self._count - len(rows))
+        for first, scalars in self._scalars:
+            for place, scalar in enumerate(scalars):
+                rows[first + place] = [scalar, *[math.nan] * (len(OPS) - 1)]
+        return rows
 
     def _measure_by_torch(self, number: int, tensor: Tensor) -> None:
         size = tensor.numel()

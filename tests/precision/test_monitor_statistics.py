@@ -143,6 +143,10 @@ def test_values_travel_along_and_batches_begin_anew() -> None:
     rows = batch.send().rows()
     assert [rows[tensor][0], rows[first][0], rows[first + 1][0]] == [pytest.approx(3**0.5), 4, 5]
     assert batch.send().rows() == []
+    # whatever figures of tensors are asked for
+    alone = Batch(CPU, ops=["max"])
+    alone.add_values(torch.tensor([4.0]))
+    assert alone.send().rows()[0][0] == 4
     assert batch.add(torch.ones(3)) == 0
 
 
