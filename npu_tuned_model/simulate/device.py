@@ -77,6 +77,9 @@ class SimulatedDevice(TorchDispatchMode):
             results = host_ops.compute(func, host_args, host_kwargs, in_graph=getattr(_this_thread, "in_graph", False))
         else:
             results = func(*host_args, **host_kwargs)
+        if func.namespace == "_c10d_functional":
+            # the results are copied to the device now, not when they are waited for
+            results = tree_map(_waited_for, results)
         return tree_map(lambda value: _from_host(value, target, originals), results)
 
 
@@ -123,6 +126,10 @@ def _to_host(value: Any, originals: dict[int, Tensor]) -> Any:
     twin = host_view(value)
     originals[id(twin)] = value
     return twin
+
+
+def _waited_for(value: Any) -> Any:
+    return torch.ops._c10d_functional.wait_tensor(value) if isinstance(value, Tensor) else value
 
 
 def _from_host(value: Any, device: torch.device, originals: dict[int, Tensor]) -> Any:

@@ -10,13 +10,14 @@ from typing import Any, Sequence
 import torch
 import torch_npu  # noqa: F401  this process exists to have it
 
-from npu_tuned_model.simulate import device, graph_engine
+from npu_tuned_model.simulate import collectives, device, graph_engine
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as python would, with the simulated NPU behind torch_npu."""
     device.start()
     graph_engine.install()
+    collectives.install()
     _print_from_host()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])

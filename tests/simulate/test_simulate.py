@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -118,3 +119,31 @@ def test_the_benchmark_runs_end_to_end_and_says_that_it_was_simulated(
         assert len(shown) == 2
         assert "PromptFlashAttention 2" in shown[0]
         assert "IncreFlashAttention 2" in shown[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+def test_two_ranks_meet_over_hccl(checkpoint: Path, tmp_path: Path) -> None:
+    """The model divided between two NPUs, the sums nodes of the GE graph, generates what one CPU does."""
+    on_cpu = (sys.executable, "benchmark/npu/benchmark_qwen.py", "--device=cpu", "--execute_mode=eager")
+    text, _ = _run_benchmark(on_cpu, checkpoint, tmp_path / "cpu")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
+    meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    script = ("-m", "npu_tuned_model.simulate", "--devices=2", "benchmark/deepspeed/benchmark_qwen.py", "--device=npu")
+    divided_text, output = _run_benchmark((*launcher, *meeting, *script), checkpoint, tmp_path / "npus")
+    assert divided_text == text
+    assert "HcomAllReduce 6" in output
+    report = json.loads((tmp_path / "npus" / "report.json").read_text(encoding="utf-8"))
+    assert report["environment"]["simulated"]
+    assert report["tensor_parallel"]["ranks"] == 2
+    assert report["tensor_parallel"]["all_reduce"] == "hccl"
+
+
+def _run_benchmark(command: tuple[str, ...], checkpoint: Path, output: Path) -> tuple[str, str]:
+    """The text it generates, and what it prints."""
+    options = [f"--model_path={checkpoint}", f"--output_dir={output}", "--dtype=float32"]
+    options += ["--batch_size=2", "--input_max_len=24", "--max_new_tokens=6", "--rounds=1"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    result = subprocess.run([*command, *options], cwd=REPOSITORY, env=variables, capture_output=True, text=True)
+    assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    return report["sample_text"], result.stdout
