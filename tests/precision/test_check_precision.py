@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any, Callable
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from npu_tuned_model import Qwen2ForCausalLM, TuningOptions
+from precision.compare import Comparison, Row, verdict
+from precision.compare.metrics import tensor_errors
 
 SHAPE = "gqa_4_2_head_16"
 LAYER = 1
@@ -121,6 +124,32 @@ def test_a_planted_fault_is_named(plant: Any, culprit: str, checkpoints: Any, tm
     outcome = check(stock, model, tmp_path)
     assert not outcome.passed
     assert outcome.culprit == culprit
+
+
+def test_in_bfloat16_both_are_held_against_float32(checkpoints: Any, tmp_path: Path) -> None:
+    stock, folder = checkpoints[SHAPE]
+    narrow = copy.deepcopy(stock).bfloat16()
+    outcome = check(narrow, tuned_model(folder, dtype="bfloat16"), tmp_path / "healthy")
+    assert outcome.passed
+    assert "golden is stock in float32" in outcome.comparison.notes[0]
+    for plant, culprit in FAULTS:
+        if plant is not norm_in_bfloat16:
+            model = tuned_model(folder, dtype="bfloat16")
+            plant(model)
+            assert check(narrow, model, tmp_path / plant.__name__).culprit == culprit
+
+
+def test_what_stock_itself_is_off_is_allowed_and_no_more() -> None:
+    def row(golden: str, error: float) -> Row:
+        errors = tensor_errors(torch.tensor([1.0 + error]), torch.tensor([1.0]))
+        judged = verdict.judge(errors, 0.04)
+        return Row("step0", golden, golden, "layer", 0, "output.0", "bfloat16", [1], judged, error, 0.04, errors)
+
+    tuned = Comparison([row("scores", 0.25), row("norm", 0.03), row("linear", 0.25), row("unknown", 0.25)])
+    stocks = Comparison([row("scores", 0.16), row("norm", 0.001), row("linear", 0.1)])
+    precision_checks.allow_own_errors(tuned, stocks)
+    assert [one.verdict for one in tuned.rows] == ["close", "close", "different", "different"]
+    assert [one.allowed for one in tuned.rows] == pytest.approx([0.32, 0.04, 0.2, 0.04])
 
 
 def test_graph_nodes_match_eager_calls_and_a_graph_only_fault_is_found(checkpoints: Any, tmp_path: Path) -> None:
