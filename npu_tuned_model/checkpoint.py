@@ -43,7 +43,7 @@ _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 _COMPARED_ROWS = 4096
 # quantised at a time: they are float32 meanwhile
-_CHUNK_ELEMENTS = 2**20
+_CHUNK_ELEMENTS = 2**18
 
 
 def load_weights(

@@ -78,6 +78,7 @@ from checkpoints import empty_model
 from npu_tuned_model.checkpoint import load_weights
 from npu_tuned_model.checkpoint_layout import WHOLE, Shard
 from npu_tuned_model.config import read_config
+from npu_tuned_model.linear_int8 import hold_int8
 from npu_tuned_model.tensor_parallel import TensorParallel, shard_model
 
 def kilobytes(field):
@@ -86,17 +87,19 @@ def kilobytes(field):
 
 folder, shard = Path(sys.argv[1]), Shard(int(sys.argv[2]), int(sys.argv[3]))
 model = empty_model(read_config(folder))
+int8 = sys.argv[4:] == ["int8"]
 if shard != WHOLE:
     shard_model(model, TensorParallel(*shard))
+if int8:
+    hold_int8(model, embeddings=True)
 before = kilobytes("VmRSS")
 load_weights(model, folder, dtype=torch.float32, device=torch.device("cpu"), shard=shard)
 print((kilobytes("VmHWM") - before) * 1024)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("shard", [(0, 1), (1, 4)])
-def test_peak_memory_is_a_ranks_weights_and_one_shard(tmp_path: Path, shard: tuple[int, int]) -> None:
+def large_checkpoint(tmp_path: Path) -> tuple[Path, int, int]:
+    """A checkpoint in shards of float32 ones; the bytes of its largest shard and of all of it."""
     config = config_of(heads=8, kv_heads=4, head_dim=64, layers=6)
     config.intermediate_size, config.vocab_size = 2048, 16384
     with torch.device("meta"):
@@ -110,15 +113,37 @@ def test_peak_memory_is_a_ranks_weights_and_one_shard(tmp_path: Path, shard: tup
     weights = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     folder = write_checkpoint(tmp_path / "large", config, shards)
     del shards
+    return folder, largest, weights
 
+
+def peak_bytes(folder: Path, *arguments: object) -> int:
+    """Memory that loading takes beside what the process had, at most."""
     run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), *map(str, shard)],
+        [sys.executable, "-c", MEASURE, str(folder), *map(str, arguments)],
         env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("shard", [(0, 1), (1, 4)])
+def test_peak_memory_is_a_ranks_weights_and_one_shard(tmp_path: Path, shard: tuple[int, int]) -> None:
+    folder, largest, weights = large_checkpoint(tmp_path)
     allocator = 16 * MIB  # what the allocator and the first use of a library take, whatever the size of the model
     share = weights / shard[1]
-    assert share < int(run.stdout) <= 1.1 * (share + largest) + allocator
+    assert share < peak_bytes(folder, *shard) <= 1.1 * (share + largest) + allocator
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("shard", [(0, 1), (1, 4)])
+def test_peak_memory_of_int8_weights_is_theirs_and_a_few_rows(tmp_path: Path, shard: tuple[int, int]) -> None:
+    folder, largest, weights = large_checkpoint(tmp_path)
+    share = weights / 4 / shard[1]
+    # a few rows as they are read, as float32 and rounded, and what the allocator takes; no whole tensor, no shard
+    few_rows = 16 * MIB
+    assert few_rows < largest
+    assert share < peak_bytes(folder, *shard, "int8") <= 1.1 * share + few_rows

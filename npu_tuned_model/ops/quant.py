@@ -5,6 +5,8 @@ int4 values travel eight to an int32, the first in the lowest four bits.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,10 @@ _SCALE_BITS = 0xFFFFE000
 _OFFSET_SHIFT = 37
 _OFFSET_BITS = 0x1FF
 _SCALE_MARK = 1 << 46
+# up to here torch's own matmul with int8 weights (torch 2.1 has none) is faster than widening them: 1.7 ms against 16
+# for one row of 896 inputs and 9728 features, 20 ms each for 64 rows
+_FEW_ROWS = 32
+_INT8_KERNEL: Callable[..., Tensor] | None = getattr(torch, "_weight_int8pack_mm", None)
 
 
 def to_int8(values: Tensor) -> Tensor:
@@ -96,6 +102,8 @@ def npu_weight_quant_batchmatmul(
     bias: Tensor | None,
     antiquant_group_size: int,
 ) -> Tensor:
+    if quant_scale is None and _is_plain_int8(weight, antiquant_scale, antiquant_offset, antiquant_group_size):
+        return _times_integers(x, weight, antiquant_scale, bias)
     integers = (unpack_int4(weight) if weight.dtype == torch.int32 else weight).float()
     depth = integers.shape[0]
 
@@ -113,6 +121,30 @@ def npu_weight_quant_batchmatmul(
         return result
     scaled = result.float() * quant_scale.float()
     return to_int8(scaled if quant_offset is None else scaled + quant_offset.float())
+
+
+def _is_plain_int8(weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> bool:
+    """Whether each column has a scale and nothing else, so that the scale can be multiplied to the result."""
+    return weight.dtype == torch.int8 and offset is None and not group_size and scale.numel() == weight.shape[1]
+
+
+def _times_integers(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) @ weight (K, N) int8 * scale (N,) + bias (N,)."""
+    by_rows = weight.t()
+    if x.device.type == "cpu" and x.shape[0] <= _FEW_ROWS and by_rows.is_contiguous() and _INT8_KERNEL is not None:
+        product = _INT8_KERNEL(x, by_rows, scale.view(-1))
+        return product if bias is None else (product.float() + bias.float()).to(x.dtype)
+    return widening_matmul(x, weight, scale, bias)
+
+
+def widening_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in a form that a compiler turns into one kernel, which widens the weight on its way to the matmul."""
+    if x.dtype == torch.float16:
+        # the integers' sums would exceed its largest number
+        product = torch.matmul(x, (weight.float() * scale.float().view(-1)).to(x.dtype)).float()
+    else:
+        product = torch.matmul(x, weight.to(x.dtype)).float() * scale.float().view(-1)
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def npu_trans_quant_param(scale: Tensor, offset: Tensor | None) -> Tensor:
