@@ -1,10 +1,11 @@
 """The regression of free-benchmark: what each setting costs, and what it checks, for nine model families.
 
     python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 5] [--output table.csv]
-    python -m precision.free_benchmark.baseline --model_path DIR --tokens 128
+    python -m precision.free_benchmark.baseline --model_path DIR --tokens 128 [--peer]
 
 Prints, per model and setting, the median ratio of a step's time (CPU time without a GPU) to the plain step's, its
 range, the ratio of the peak memory, and how many calls were checked and results flagged. The reports are thrown away.
+--peer adds a row for msprobe where it has the setting (see baseline_peer.py); it doesn't tell what it has checked.
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ import torch
 from torch import Tensor, nn
 
 from precision.debugger import PrecisionDebugger
+from precision.errors import PrecisionError
 from precision.free_benchmark.baseline_models import FAMILIES
+from precision.free_benchmark.baseline_peer import Peer, import_peer, peer_config
 from precision.free_benchmark.config import NOISE_MODES
 from precision.output import write_atomic
 
-COLUMNS = ("model", "setting", "time", "time min", "time max", "memory", "checked", "flagged", "not checked")
+COLUMNS = ("model", "setting", "tool", "time", "time min", "time max", "memory", "checked", "flagged", "not checked")
 
 
 class Measured(NamedTuple):
-    """One row of the table; time and memory are ratios to the plain step, memory NaN where it can't be measured."""
+    """One row of the table; time and memory are ratios to the plain step, memory NaN where it can't be measured.
+
+    Counts are per step, and empty where the tool doesn't tell.
+    """
 
     model: str
     setting: str
+    tool: str
     time: float
     fastest: float
     slowest: float
     memory: float
-    checked: int
+    checked: Optional[int]
     flagged: int
-    unchecked: int
+    unchecked: Optional[int]
 
 
 def settings(apis: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -70,9 +77,38 @@ def settings(apis: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def measure(name: str, model: nn.Module, batch: dict[str, Tensor], setting: str, options: Any, rounds: int) -> Measured:
-    """Measure one setting, plain and checked steps in turn."""
-    training = options.get("fuzz_stage") == "backward"
+def measure(
+    name: str,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    setting: str,
+    options: Any,
+    rounds: int,
+    peer: bool,
+) -> list[Measured]:
+    """Measure one setting, plain and checked steps in turn; a second row for the peer, where asked for and possible."""
+    rows = []
+    section = peer_config(options) if peer else None
+    for who in ("ours", *(["peer"] if section is not None else [])):
+        folder = Path(tempfile.mkdtemp(prefix="baseline-"))
+        try:
+            tool: Any
+            if who == "ours":
+                tool = PrecisionDebugger(dump_path=folder, task="free_benchmark", quiet=True, **options)
+            else:
+                tool = Peer(folder, section or {})
+            times, memory = _ratios(model, batch, tool, rounds, training=options.get("fuzz_stage") == "backward")
+            counts = _counts(tool, rounds + 2)
+        finally:
+            shutil.rmtree(folder)
+        rows.append(Measured(name, setting, who, statistics.median(times), min(times), max(times), memory, *counts))
+    return rows
+
+
+def _ratios(
+    model: nn.Module, batch: dict[str, Tensor], tool: Any, rounds: int, *, training: bool
+) -> tuple[list[float], float]:
+    """A step's time with the tool, relative to the plain steps before and after it, and its peak memory."""
 
     def plain() -> None:
         with torch.set_grad_enabled(training):
@@ -82,37 +118,28 @@ def measure(name: str, model: nn.Module, batch: dict[str, Tensor], setting: str,
                 output.float().square().mean().backward()
         model.zero_grad(set_to_none=True)
 
-    folder = Path(tempfile.mkdtemp(prefix="baseline-"))
-    try:
-        tool = PrecisionDebugger(dump_path=folder, task="free_benchmark", quiet=True, **options)
+    def checked() -> None:
+        with tool.start(model):
+            plain()
+        tool.step()
 
-        def checked() -> None:
-            with tool.start(model):
-                plain()
-            tool.step()
+    plain()
+    checked()
+    plain_peak, checked_peak = _peak_of(plain), _peak_of(checked)
+    ratios = []
+    for _ in range(rounds):
+        before, during, after = _seconds(plain), _seconds(checked), _seconds(plain)
+        ratios.append(2 * during / (before + after))
+    return ratios, checked_peak / plain_peak
 
-        plain()
-        checked()
-        plain_peak, checked_peak = _peak_of(plain), _peak_of(checked)
-        ratios = []
-        for _ in range(rounds):
-            before, during, after = _seconds(plain), _seconds(checked), _seconds(plain)
-            ratios.append(2 * during / (before + after))
-    finally:
-        shutil.rmtree(folder)
-    summary: Any = tool.summary
-    steps = rounds + 2
-    return Measured(
-        name,
-        setting,
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-        checked_peak / plain_peak,
-        (summary.checked or summary.replaced) // steps,
-        sum(summary.flagged.values()) // steps,
-        sum(sum(apis.values()) for apis in summary.unchecked.values()) // steps,
-    )
+
+def _counts(tool: Any, steps: int) -> tuple[Optional[int], int, Optional[int]]:
+    """Calls checked, results flagged and calls not checked, per step."""
+    if isinstance(tool, Peer):
+        return None, tool.flagged() // steps, None
+    summary = tool.summary
+    unchecked = sum(sum(apis.values()) for apis in summary.unchecked.values())
+    return (summary.checked or summary.replaced) // steps, sum(summary.flagged.values()) // steps, unchecked // steps
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -159,6 +186,7 @@ def _real_model(path: Path) -> nn.Module:
 @click.option("--rounds", default=5, type=click.IntRange(min=1))
 @click.option("--threads", default=1, type=click.IntRange(min=1))
 @click.option("--device", default="cpu", help="cpu, cuda or npu.")
+@click.option("--peer", is_flag=True, help="Also msprobe 8.3, where this environment has it.")
 @click.option("--output", type=click.Path(path_type=Path), help="Also write the table as CSV.")
 @click.option("--force", is_flag=True, help="Overwrite the CSV.")
 def main(
@@ -169,6 +197,7 @@ def main(
     rounds: int,
     threads: int,
     device: str,
+    peer: bool,
     output: Optional[Path],
     force: bool,
 ) -> None:
@@ -178,6 +207,11 @@ def main(
         raise click.UsageError(f"no model {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     if output is not None and output.exists() and not force:
         raise click.UsageError(f"{output} is there already; pass --force to overwrite it, or another --output")
+    if peer:
+        try:
+            import_peer()
+        except PrecisionError as error:
+            raise click.UsageError(str(error)) from error
     torch.set_num_threads(threads)
     text = io.StringIO()
     writer = csv.writer(text)
@@ -194,15 +228,20 @@ def main(
         for setting, options in settings(family.apis if family else ()).items():
             if only not in setting:
                 continue
-            row = measure(name, model.train("backward" in setting), batch, setting, options, rounds)
-            writer.writerow(row)
-            click.echo(
-                f"{row.model:16}{row.setting:46}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f})  "
-                f"memory {row.memory:5.2f}  checked {row.checked:5}  flagged {row.flagged:4}  "
-                f"not checked {row.unchecked}"
-            )
+            ready = model.train("backward" in setting)
+            for row in measure(name, ready, batch, setting, options, rounds, peer):
+                writer.writerow(row)
+                click.echo(_line(row))
     if output is not None:
         write_atomic(output, text.getvalue())
+
+
+def _line(row: Measured) -> str:
+    checked, unchecked = ("-" if count is None else count for count in (row.checked, row.unchecked))
+    return (
+        f"{row.model:16}{row.setting:46}{row.tool:5}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f})  "
+        f"memory {row.memory:5.2f}  checked {checked:>5}  flagged {row.flagged:4}  not checked {unchecked}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from precision import PrecisionDebugger
 from precision.free_benchmark.baseline import main, settings
 from precision.free_benchmark.baseline_models import FAMILIES, VideoTransformer
+from precision.free_benchmark.baseline_peer import peer_config
 
 MODES = ("improve_precision", "add_noise", "bit_noise", "change_value", "no_change")
 
@@ -60,3 +62,21 @@ def test_an_unknown_model_names_those_there_are() -> None:
     result = CliRunner().invoke(main, ["--models", "GPT9"])
     assert result.exit_code != 0
     assert "LLaMA2" in result.output
+
+
+def test_without_the_peer_its_row_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "msprobe", None)
+    result = CliRunner().invoke(main, ["--models", "LLaMA2", "--peer"])
+    assert result.exit_code != 0
+    assert "mindstudio-probe==8.3.3" in result.output
+
+
+def test_the_peer_gets_what_it_has_a_setting_for() -> None:
+    rows = {name: peer_config(options) for name, options in settings(()).items()}
+    known = rows["check linear to_cpu"]
+    assert known is not None
+    assert (known["list"], known["pert_mode"], known["fuzz_device"]) == (["linear"], "to_cpu", "cpu")
+    unknown = ("rotate", "round_mode", "condition", "backward all")
+    assert [name for name, row in rows.items() if row is None] == [
+        name for name in rows if any(word in name for word in unknown)
+    ]
