@@ -41,6 +41,8 @@ class GraphOptions:
         torchair_mode: "max-autotune" builds a GE graph; "reduce-overhead" / "npugraph_ex" capture and replay kernels.
         frozen_parameter: torchair may take the weights' addresses as fixed (they are: nothing moves after loading).
         compile_cache: folder in which torchair keeps compiled graphs for the next process; None compiles every time.
+        configure_torchair: is given torchair's CompilerConfig before anything is compiled, to set more of its options,
+            as precision.PrecisionDebugger.set_torchair_options does.
     """
 
     backend: str = "auto"
@@ -49,6 +51,7 @@ class GraphOptions:
     torchair_mode: str = "max-autotune"
     frozen_parameter: bool = True
     compile_cache: Path | None = None
+    configure_torchair: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -96,6 +99,10 @@ class CompiledSteps:
             raise UserError(f"dynamic graphs are torchair's; {self.backend} pads prompts to prefill_bucket instead")
         if options.compile_cache is not None and self.backend != "torchair":
             raise UserError(f"compile_cache is torchair's; {self.backend} keeps its own in torch's cache folder")
+        if options.configure_torchair is not None and self.backend != "torchair":
+            raise UserError(
+                f"configure_torchair is for torchair's options, and {self.backend} compiles here: leave it out"
+            )
         self.torchair_mode = options.torchair_mode if self.backend == "torchair" else None
         compile_graph = self._backend_function(model)
         model.model.run_layer = _layer_region(model) if self.backend == "inductor" else run_layer
@@ -247,6 +254,8 @@ def _torchair_config(options: GraphOptions, *, tiling_sink: bool) -> Any:
     config.mode = options.torchair_mode
     config.experimental_config.frozen_parameter = options.frozen_parameter
     config.experimental_config.tiling_schedule_optimize = tiling_sink and options.torchair_mode == "max-autotune"
+    if options.configure_torchair is not None:
+        options.configure_torchair(config)
     return config
 
 

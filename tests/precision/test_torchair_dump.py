@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import tuned_model
 
+from npu_tuned_model import GraphOptions, TuningOptions, UserError
 from precision import PrecisionDebugger, PrecisionError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -75,3 +77,10 @@ def test_what_torchair_cannot_do_is_refused(tmp_path: Path, options: dict[str, A
     tool = PrecisionDebugger(dump_path=tmp_path, quiet=True, **{"level": "graph", **options})
     with pytest.raises(PrecisionError, match=message.replace("'", ".")):
         tool.set_torchair_options(Config())
+
+
+def test_the_tuned_models_graphs_take_it_where_torchair_compiles_them(checkpoints: Any, tmp_path: Path) -> None:
+    tool = PrecisionDebugger(dump_path=tmp_path, level="graph", quiet=True)
+    model = tuned_model(checkpoints["gqa_4_2_head_16"][1], TuningOptions(native_kernels=False))
+    with pytest.raises(UserError, match="configure_torchair is for torchair.s options, and inductor compiles here"):
+        model.run_graph(GraphOptions(configure_torchair=tool.set_torchair_options))

@@ -10,16 +10,17 @@ import torch
 import torch_npu  # noqa: F401  makes torchair importable
 import torchair
 
+from npu_tuned_model import GraphOptions, graph
 from npu_tuned_model.simulate import host_ops
 from precision import PrecisionDebugger, PrecisionError
 
 
 def main(folder: str, mode: str, options: str) -> None:
-    config = torchair.CompilerConfig()
-    config.mode = mode
     tool = PrecisionDebugger(dump_path=folder, level="graph", quiet=True, **json.loads(options))
     try:
-        tool.set_torchair_options(config)
+        # the tuned model's own way to a config
+        options_of_graphs = GraphOptions(torchair_mode=mode, configure_torchair=tool.set_torchair_options)
+        config = graph._torchair_config(options_of_graphs, tiling_sink=False)
     except PrecisionError as error:
         print(json.dumps({"error": str(error)}))
         return
