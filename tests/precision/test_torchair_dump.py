@@ -82,5 +82,5 @@ def test_what_torchair_cannot_do_is_refused(tmp_path: Path, options: dict[str, A
 def test_the_tuned_models_graphs_take_it_where_torchair_compiles_them(checkpoints: Any, tmp_path: Path) -> None:
     tool = PrecisionDebugger(dump_path=tmp_path, level="graph", quiet=True)
     model = tuned_model(checkpoints["gqa_4_2_head_16"][1], TuningOptions(native_kernels=False))
-    with pytest.raises(UserError, match="configure_torchair is for torchair.s options, and inductor compiles here"):
+    with pytest.raises(UserError, match="configure_torchair is for torchair"):
         model.run_graph(GraphOptions(configure_torchair=tool.set_torchair_options))
