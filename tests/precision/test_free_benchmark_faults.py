@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
@@ -150,3 +151,23 @@ def test_the_same_network_without_faults_is_not_flagged(tmp_path: Path, mode: st
     rows = check(tmp_path, Kernels(), dtype, mode)
     assert {row["verdict"] for row in rows} <= {"ok", "not checked"}
     assert sum(row["verdict"] == "ok" for row in rows) >= 0.9 * len(rows)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("faulty", [True, False])
+def test_sums_rounded_on_the_way_are_found(tmp_path: Path, dtype: torch.dtype, faulty: bool) -> None:
+    def rounded(x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype not in NARROW:
+            return F.linear(x, weight)
+        blocks = zip(x.split(32, -1), weight.split(32, -1))
+        return sum((F.linear(*block) for block in blocks), start=torch.zeros((), dtype=x.dtype))
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(16, 512, generator=generator), torch.randn(256, 512, generator=generator)
+    kernels = SimpleNamespace(linear=rounded if faulty else F.linear)
+    tool = PrecisionDebugger(dump_path=tmp_path, task="free_benchmark", quiet=True, list=["NPU.linear"])
+    tool.register_api(kernels, ["linear"])
+    with tool.start():
+        kernels.linear(x.to(dtype), weight.to(dtype))
+    with open(tmp_path / "step0/rank/free_benchmark_calls.csv") as file:
+        assert [row["verdict"] for row in csv.DictReader(file)] == ["wrong kernel" if faulty else "ok"]
