@@ -239,7 +239,7 @@ def main(
 def _line(row: Measured) -> str:
     checked, unchecked = ("-" if count is None else count for count in (row.checked, row.unchecked))
     return (
-        f"{row.model:16}{row.setting:46}{row.tool:5}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f})  "
+        f"{row.model:16}{row.setting:60}{row.tool:5}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f})  "
         f"memory {row.memory:5.2f}  checked {checked:>5}  flagged {row.flagged:4}  not checked {unchecked}"
     )
 
