@@ -118,8 +118,8 @@ class BackwardCheck:
         if mode in PRECISE_MODES:
             gap = distance(gradient, other).worst
             dtype = limits.coarsest([*(tensor.dtype for tensor in self._call.inputs), gradient.dtype])
-            needed = gap > limits.precision_limit(dtype)
-            return precision_finding(index, gradient, gap, condition() if needed else math.nan, dtype)
+            limit = limits.gradient_limit(dtype)
+            return precision_finding(index, gradient, gap, condition() if gap > limit else math.nan, dtype, limit)
         finding = Finding(index, str(gradient.dtype), str(gradient.shape), distance(gradient, other).worst, 0.0)
         if same_bits(gradient, other):
             return finding._replace(error=0.0)

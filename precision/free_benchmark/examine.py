@@ -105,7 +105,7 @@ class Examiner:
                 joined[place] = (before[0].joined(gap), max(known, default=math.nan))
             del wider, again
         return [
-            precision_finding(place, outputs[place], gap.worst, condition, _dtype(call, outputs[place]), call.name)
+            _against_rounding(call, place, outputs[place], gap.worst, condition)
             for place, (gap, condition) in joined.items()
         ]
 
@@ -207,9 +207,7 @@ class Examiner:
             local = number if gap <= limits.precision_limit(_dtype(call, ours), call.name) else math.nan
             if math.isnan(local):
                 local = self._probe(call, wider, again, None, worst=True)
-            finding = precision_finding(place, ours, gap, local, _dtype(call, ours), call.name)._replace(
-                condition=number
-            )
+            finding = _against_rounding(call, place, ours, gap, local)._replace(condition=number)
             if not finding.flagged and number > limits.CONDITION:
                 finding = finding._replace(
                     verdict=findings.ILL_CONDITIONED,
@@ -269,15 +267,24 @@ def _dtype(call: Call, output: Tensor) -> torch.dtype:
     return limits.coarsest([tensor.dtype for tensor in (*call.inputs, output)])
 
 
+def _against_rounding(call: Call, place: int, output: Tensor, error: float, condition: float) -> Finding:
+    dtype = _dtype(call, output)
+    return precision_finding(place, output, error, condition, dtype, limits.precision_limit(dtype, call.name))
+
+
 def _finding(place: int, output: Tensor, error: float, limit: float) -> Finding:
     return Finding(place, str(output.dtype), str(output.shape), error, limit)
 
 
 def precision_finding(
-    place: int, output: Tensor, error: float, condition: float, dtype: torch.dtype, api: str = ""
+    place: int, output: Tensor, error: float, condition: float, dtype: torch.dtype, limit: float
 ) -> Finding:
-    """A result held against one in a wider precision; `condition` is NaN where it was not needed."""
-    limit = limits.precision_limit(dtype, api)
+    """A result held against one in a wider precision.
+
+    Args:
+        condition: NaN where it was not needed.
+        limit: for well-conditioned inputs, see limits.
+    """
     if not math.isnan(condition):
         limit += limits.accumulation_error(dtype) * condition
     finding = _finding(place, output, error, limit)._replace(condition=condition)
@@ -315,6 +322,6 @@ def _rounding_finding(place: int, output: Tensor, exact: Tensor) -> Finding:
     reason = f"{count / output.numel():.0%} of the elements hang on the rounding; agreement: {text}"
     finding = _finding(place, output, 1 - max(shares["rint"], shares["away"]), limit)._replace(reason=reason)
     best = max(shares, key=lambda mode: shares[mode])
-    if best in _DIRECTED and shares[best] >= limits.AGREEMENT and finding.error > finding.limit:
+    if best in _DIRECTED and shares[best] >= limits.agreement_limit(count) and finding.error > finding.limit:
         return finding._replace(verdict=findings.ROUNDING, reason=f"rounded by {best}; {reason}")
     return finding

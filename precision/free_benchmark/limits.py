@@ -12,6 +12,8 @@ import torch
 # One rounding is 1 at most and 0.5 on average over a block. A fused kernel rounds in between as well (a norm: the sum,
 # the normalised values, the product), and a scale that is off by 1 % is 2.6 in bfloat16.
 ROUNDINGS = 1.75
+# A gradient's formula has more steps than the result's: that of a norm in bfloat16 is 2.1 on a CPU.
+ROUNDINGS_OF_GRADIENTS = 2.25
 # A sum of products is rounded once, when it is complete. Sums that are rounded on the way are to be found, so there is
 # room for one rounding. Another one at the end, when a bias is added, stays below all the same: over a block, random
 # roundings are 0.6 at most.
@@ -25,6 +27,8 @@ ACCUMULATION = 4.0
 CONDITION = 100.0
 # Share of inexact elements that must agree with another rounding mode than "to nearest" to be called that mode.
 AGREEMENT = 0.75
+# Standard deviations above one half, which is what two modes agree in by chance.
+CERTAINTY = 4.0
 
 
 def half_ulp(dtype: torch.dtype) -> float:
@@ -47,6 +51,16 @@ def precision_limit(dtype: torch.dtype, api: str = "") -> float:
     if torch.finfo(dtype).bits > 16:
         return OWN_PRECISION_ROUNDINGS * half_ulp(dtype)
     return (ROUNDINGS_OF_SUMS if api in SUMS else ROUNDINGS) * half_ulp(dtype)
+
+
+def gradient_limit(dtype: torch.dtype) -> float:
+    """The same for a gradient."""
+    return (ROUNDINGS_OF_GRADIENTS if torch.finfo(dtype).bits <= 16 else OWN_PRECISION_ROUNDINGS) * half_ulp(dtype)
+
+
+def agreement_limit(count: int) -> float:
+    """Share of `count` inexact elements that names a rounding mode; above 1 where they are too few to tell."""
+    return max(AGREEMENT, 0.5 + CERTAINTY * 0.5 / count**0.5)
 
 
 def accumulation_error(dtype: torch.dtype) -> float:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precision import PrecisionDebugger
+from precision.free_benchmark import limits
 from precision.free_benchmark.distance import distance
 
 MODES = [
@@ -185,3 +186,10 @@ def test_a_result_that_is_no_number_is_infinitely_far_from_one_that_is() -> None
     assert distance(wrong, wrong).overall == 0.0
     wrong[-1] = float("inf")
     assert distance(wrong, right).worst == float("inf")
+
+
+def test_a_few_elements_name_no_rounding_mode() -> None:
+    # 13 of 16 is what a coin gives one time in a hundred
+    assert limits.agreement_limit(16) == 1.0
+    assert limits.agreement_limit(9) > 1.0
+    assert limits.agreement_limit(1000) == limits.AGREEMENT
