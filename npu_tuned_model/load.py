@@ -135,9 +135,10 @@ def _take_layout(folder: Path, config: Qwen2Config, size: int) -> Layout | None:
     if layout is None:
         return None
     if layout.tp_size != size:
+        tool = "quantize_weight" if layout.quantised.linears else "merge_qkv_weight"
         raise CheckpointError(
             f"{folder} was converted for tp_size {layout.tp_size}, this run has tp_size {size}: load the plain "
-            "checkpoint, or convert that: python tools/merge_qkv_weight.py --model_path=PLAIN --output_path=OUT "
+            f"checkpoint, or convert that: python tools/{tool}.py --model_path=PLAIN --output_path=OUT "
             f"--tp_size={size}"
         )
     delattr(config, LAYOUT_KEY)

@@ -38,6 +38,11 @@ CASES = {
     "one_kv_head": ("one_kv_head", "plain", False, "all"),
     "one_kv_head_converted": ("one_kv_head", "converted", False, "all"),
 }
+# quantised while loading; their tokens are those of one rank with the same weights
+INT8_CASES = {
+    "untied_int8": ("untied", "plain", False, "all"),
+    "tied_int8": ("tied", "plain", False, "all"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +80,9 @@ def ranks(
             "graph": graph,
             "options": options,
             "tokens": TOKENS.get(name, FEW_TOKENS),
+            "weight_dtype": "int8" if name in INT8_CASES else None,
         }
-        for name, (model, kind, graph, options) in CASES.items()
+        for name, (model, kind, graph, options) in {**CASES, **INT8_CASES}.items()
     }
     (work / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("two_ranks.py")
@@ -114,6 +120,17 @@ def test_two_ranks_generate_the_tokens_of_one_and_of_stock(
     torch.testing.assert_close(
         ranks[0][case]["logits"], stock_logits(stock, ids, mask, ids[:, :0])[:, -1], atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("case", INT8_CASES)
+def test_two_ranks_with_int8_weights_generate_the_tokens_of_one(
+    ranks: list[dict[str, Any]], plain: dict[str, tuple[StockQwen2, Path]], case: str
+) -> None:
+    one = load_model(plain[INT8_CASES[case][0]][1], device="cpu", dtype="float32", weight_dtype="int8")
+    expected = generate(one, FEW_TOKENS)
+    for rank in ranks:
+        assert torch.equal(rank[case]["tokens"], expected)
+        torch.testing.assert_close(rank[case]["logits"], first_logits(one), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)

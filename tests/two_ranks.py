@@ -52,7 +52,14 @@ def main(cases: Path, out: Path) -> None:
     results = {}
     for name, case in json.loads(cases.read_text()).items():
         options = TuningOptions() if case["options"] == "all" else TuningOptions.none()
-        model = load_model(case["folder"], device="cpu", dtype="float32", options=options, parallel=parallel)
+        model = load_model(
+            case["folder"],
+            device="cpu",
+            dtype="float32",
+            options=options,
+            parallel=parallel,
+            weight_dtype=case["weight_dtype"],
+        )
         if case["graph"]:
             model.run_graph()
         results[name] = {

@@ -21,6 +21,8 @@ _SCALE_MARK = 1 << 46
 # up to here torch's own matmul with int8 weights (torch 2.1 has none) is faster than widening them: 1.7 ms against 16
 # for one row of 896 inputs and 9728 features, 20 ms each for 64 rows
 _FEW_ROWS = 32
+# it crashes on a K of 16 or 24 (torch 2.13, bfloat16)
+_KERNEL_DEPTH = 64
 _INT8_KERNEL: Callable[..., Tensor] | None = getattr(torch, "_weight_int8pack_mm", None)
 
 
@@ -131,7 +133,8 @@ def _is_plain_int8(weight: Tensor, scale: Tensor, offset: Tensor | None, group_s
 def _times_integers(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x (M, K) @ weight (K, N) int8 * scale (N,) + bias (N,)."""
     by_rows = weight.t()
-    if x.device.type == "cpu" and x.shape[0] <= _FEW_ROWS and by_rows.is_contiguous() and _INT8_KERNEL is not None:
+    served = x.shape[0] <= _FEW_ROWS and x.shape[1] % _KERNEL_DEPTH == 0 and by_rows.is_contiguous()
+    if x.device.type == "cpu" and served and _INT8_KERNEL is not None:
         product = _INT8_KERNEL(x, by_rows, scale.view(-1))
         return product if bias is None else (product.float() + bias.float()).to(x.dtype)
     return widening_matmul(x, weight, scale, bias)

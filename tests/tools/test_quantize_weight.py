@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from npu_tuned_model import UserError, load_model
 from npu_tuned_model.checkpoint_files import WeightSource
 from npu_tuned_model.config import read_json
+from npu_tuned_model.tensor_parallel import TensorParallel
 from tools.merge_qkv_weight import main as merge
 from tools.quantize_weight import main as quantise
 
@@ -103,6 +104,12 @@ def test_mistakes(plain, written, tmp_path):
     assert run(merge, f"--model_path={plain}", out)[0] == 0
     again = f"--output_path={tmp_path / 'again'}"
     assert "already converted, for tp_size 1" in refused(quantise, f"--model_path={tmp_path / 'other'}", again)
+
+
+def test_another_number_of_ranks(written):
+    parallel = TensorParallel(0, 2, lambda tensor: tensor)
+    with pytest.raises(UserError, match=r"for tp_size 1, this run has tp_size 2: .* tools/quantize_weight\.py .*=2"):
+        load_model(written, device="cpu", parallel=parallel)
 
 
 def test_integers_that_config_json_does_not_announce(written):
