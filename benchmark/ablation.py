@@ -11,7 +11,7 @@ import torch
 from benchmark.generate import Subject, load_stock, timed_generation
 from benchmark.metrics import summarise
 from benchmark.workload import Workload
-from npu_tuned_model import TuningOptions, load_model
+from npu_tuned_model import GraphOptions, TuningOptions, load_model
 
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tuned code, everything off", ()),
@@ -23,16 +23,17 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("+ fused gate_up + SwiGLU", ("fused_gate_up",)),
     ("+ packed weights", ("packed_weights",)),
     ("+ KV lengths", ("kv_lengths",)),
-    ("+ C++ decode kernels", ("native_kernels",)),
 )
+CPU_STAGE = ("+ C++ decode kernels", ("native_kernels",))
 NPU_GRAPH_STAGE = ("+ tiling sink", ("tiling_sink",))
 
 
 def cumulative_options(device: torch.device, *, graph: bool) -> list[tuple[str, TuningOptions]]:
-    """Each stage's name and options; the tiling sink only where it acts, in a graph on an NPU."""
+    """Each stage's name and options; the last only where they act, on a CPU and in a graph on an NPU."""
     options = TuningOptions.none()
     stages = []
-    for label, names in (*STAGES, *([NPU_GRAPH_STAGE] if graph and device.type == "npu" else [])):
+    last = [CPU_STAGE] if device.type == "cpu" else [NPU_GRAPH_STAGE] if graph and device.type == "npu" else []
+    for label, names in (*STAGES, *last):
         options = options.replace(**dict.fromkeys(names, True))
         stages.append((label, options))
     return stages
@@ -45,13 +46,15 @@ def run_ablation(
     device: torch.device,
     dtype: torch.dtype,
     rounds: int,
-    graph: bool,
+    graph: GraphOptions | None,
+    prepare: Callable[[Any], None] = lambda model: None,
     on_row: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
     """Measure every row, one model in memory at a time.
 
     Args:
-        graph: whether to measure compiled steps beside eager ones.
+        graph: how to compile the steps that are measured beside eager ones; None for eager ones alone.
+        prepare: called with each tuned model when it is loaded.
         on_row: called with each row's name before it is measured.
 
     Returns:
@@ -65,13 +68,14 @@ def run_ablation(
         rows.append({"optimisation": label, "eager": _measure(subject, workload, device, rounds), "graph": None})
         del subject
         _free(device)
-    for label, options in cumulative_options(device, graph=graph):
+    for label, options in cumulative_options(device, graph=graph is not None):
         on_row(label)
         model = load_model(folder, device=device, dtype=dtype, options=options)
+        prepare(model)
         row: dict[str, Any] = {"optimisation": label, "graph": None}
         row["eager"] = _measure(Subject(label, model), workload, device, rounds)
-        if graph:
-            model.run_graph()
+        if graph is not None:
+            model.run_graph(graph)
             row["graph"] = _measure(Subject(label, model), workload, device, rounds)
         rows.append(row)
         del model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import gc
@@ -452,6 +453,8 @@ def _ablation(prepared: Prepared, graph: bool, console: Console) -> list[dict[st
             device=prepared.device,
             dtype=prepared.dtype,
             rounds=prepared.settings.rounds,
-            graph=graph,
+            graph=prepared.settings.graph if graph else None,
+            # each model has its own say about what can be prepared
+            prepare=lambda model: prepare_weights(copy.deepcopy(prepared.process), model),
             on_row=on_row,
         )

@@ -65,7 +65,7 @@ def test_eager_ablation_goes_from_stock_to_everything(finished_report: dict[str,
         "stock, sdpa attention",
         "tuned code, everything off",
     ]
-    assert len(rows) == 2 + len(STAGES)
+    assert len(rows) == 3 + len(STAGES)
     assert all(row["graph"] is None for row in rows)
     assert all(row["eager"]["prefill_ms"]["min"] > 0 and row["eager"]["decode_ms"]["min"] > 0 for row in rows)
 
