@@ -362,9 +362,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("large") / "model", config, shards)
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, script: Path = TOOL) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(TOOL), *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -375,7 +375,17 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and peak memory as Linux has them")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_conversion_leaves_nothing_that_loads(large: Path, tmp_path: Path, number: int) -> None:
-    tool = start(f"--model_path={large}", f"--output_path={tmp_path / 'out'}", "--max_shard_size=20MB")
+    # slowed down, or it may be done before a busy machine runs this process again
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import runpy, sys, time\n"
+        "from rich.progress import Progress\n"
+        "Progress.advance = lambda *arguments: time.sleep(0.05)\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    options = (f"--model_path={large}", f"--output_path={tmp_path / 'out'}", "--max_shard_size=20MB")
+    tool = start(TOOL, *options, script=slow)
     while tool.poll() is None and not list(tmp_path.glob(".out-*/model-00003-*")):
         time.sleep(0.001)
     tool.send_signal(number)
