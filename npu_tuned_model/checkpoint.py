@@ -9,20 +9,20 @@ of many reads and holds its part only. Weights that the model holds as int8 are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
 from npu_tuned_model.checkpoint_files import StoredTensor, WeightSource
+from npu_tuned_model.checkpoint_goals import check_tensors, goals_of, target_of
 from npu_tuned_model.checkpoint_layout import (
     EMBEDDING,
     FLOATS,
     HEAD,
-    VOCABULARY,
     WHOLE,
     Piece,
     Quantised,
@@ -30,7 +30,6 @@ from npu_tuned_model.checkpoint_layout import (
     pieces_of,
     scale_name,
     shape_of,
-    some,
     split_name,
 )
 from npu_tuned_model.checkpoint_rows import RowReader, Rows
@@ -38,9 +37,6 @@ from npu_tuned_model.errors import CheckpointError
 from npu_tuned_model.lora import LoraAdapter
 from npu_tuned_model.quantise import quantise_rows
 
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Old checkpoints carry this table; the model computes its own.
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 _COMPARED_ROWS = 4096
 # quantised at a time: they are float32 meanwhile
 _CHUNK_ELEMENTS = 2**18
@@ -95,67 +91,6 @@ def load_weights(
             del tensor
 
 
-class Goal(NamedTuple):
-    """Where a piece of a checkpoint goes: the parameter of that name."""
-
-    target: str
-    piece: Piece
-
-
-def goals_of(
-    names: Iterable[str], config: Qwen2Config, shard: Shard = WHOLE, converted: bool = False
-) -> dict[str, Goal]:
-    """Checkpoint name -> Goal for the parameters `names` of the tuned model; tied ones have one target."""
-    goals = {}
-    for name in names:
-        for piece in pieces_of(name, config, shard, converted=converted):
-            goals[piece.source] = Goal(_target(name, config), piece)
-    return goals
-
-
-def _target(name: str, config: Qwen2Config) -> str:
-    """The parameter that holds what `name` names: the embedding's for a tied output layer."""
-    module_name, attribute = split_name(name)
-    return f"{VOCABULARY[0]}.{attribute}" if config.tie_word_embeddings and module_name == VOCABULARY[1] else name
-
-
-def check_tensors(
-    folder: Path, tensors: dict[str, StoredTensor], goals: dict[str, Goal], quantised: Quantised = FLOATS
-) -> None:
-    """Raise CheckpointError where the tensors of a checkpoint are not what `goals` ask for.
-
-    Args:
-        quantised: which of them have to be int8.
-    """
-    left_over = [name for name in tensors if name not in goals and not name.endswith(_IGNORED_SUFFIX)]
-    if left_over:
-        raise CheckpointError(f"{folder} has weights that the model of its config.json does not: {some(left_over)}")
-    # Of tied parameters one name is enough.
-    needed: dict[tuple[str, int], str] = {}
-    for name, (target, piece) in goals.items():
-        needed.setdefault((target, piece.target_start), name)
-    coming = {(target, piece.target_start) for name, (target, piece) in goals.items() if name in tensors}
-    missing = [name for place, name in needed.items() if place not in coming]
-    if missing:
-        raise CheckpointError(f"{folder} lacks weights that its config.json asks for: {some(missing)}")
-    for name, stored in tensors.items():
-        if name not in goals:
-            continue
-        expected = goals[name].piece.source_shape
-        if quantised.holds(name) and stored.dtype != torch.int8:
-            raise CheckpointError(f"{stored.file}: {name} is of {stored.dtype}, config.json says int8: convert again")
-        if not quantised.holds(name) and stored.dtype not in _WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{stored.file}: {name} is of {stored.dtype}: quantised checkpoints are not supported, use the "
-                "unquantised one"
-            )
-        if stored.shape != expected:
-            raise CheckpointError(
-                f"{stored.file}: {name} has shape {stored.shape}, config.json asks for {expected}: "
-                "the two are not of the same model"
-            )
-
-
 class _Filler:
     """Puts tensors of a checkpoint, in whatever order they come, into the parameters of a model on the meta device.
 
@@ -197,7 +132,7 @@ class _Filler:
         for name, parameter in parameters.items():
             if parameter.device.type != "meta":
                 raise ValueError(f"parameter {name} is on {parameter.device}: build the model on the meta device")
-            target = _target(name, config)
+            target = target_of(name, config)
             self.places[target].append(name)
             _check_shape(name, parameter.shape, config, shard)
             self.shapes[target] = parameter.shape

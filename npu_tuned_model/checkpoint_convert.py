@@ -12,15 +12,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import Qwen2Config
-
-from npu_tuned_model.checkpoint import check_tensors, goals_of
+from npu_tuned_model.checkpoint_dtypes import BY_NAME, Dtype, name_of
 from npu_tuned_model.checkpoint_files import WeightSource
+from npu_tuned_model.checkpoint_goals import check_tensors, goals_of
 from npu_tuned_model.checkpoint_layout import (
     FLOATS,
+    INT8,
     LAYOUT_KEY,
     Layout,
     Quantised,
@@ -34,16 +33,18 @@ from npu_tuned_model.checkpoint_layout import (
     split_name,
 )
 from npu_tuned_model.checkpoint_rows import NewTensor, RowReader, Rows, write_safetensors
-from npu_tuned_model.config import read_config, read_json
+from npu_tuned_model.config import AnyConfig, read_json, read_sizes
 from npu_tuned_model.errors import CheckpointError, UserError
-from npu_tuned_model.quantise import SCALE_DTYPE, quantise_rows, row_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 OnBytes = Callable[[int], None]
 Recipes = dict[str, list[Rows]]
 
 
-def merge_recipes(config: Qwen2Config, tp_size: int) -> Recipes:
+def merge_recipes(config: AnyConfig, tp_size: int) -> Recipes:
     """The rows that make up each fused tensor for `tp_size` ranks, rank by rank: q, k, v or gate, up of each."""
     recipes = {}
     for name in parameter_names(config):
@@ -54,7 +55,7 @@ def merge_recipes(config: Qwen2Config, tp_size: int) -> Recipes:
     return recipes
 
 
-def unmerge_recipes(config: Qwen2Config, tp_size: int) -> Recipes:
+def unmerge_recipes(config: AnyConfig, tp_size: int) -> Recipes:
     """The reverse of `merge_recipes`. Of KV heads that several ranks hold, the first rank's are taken."""
     recipes: Recipes = {}
     for name, parts in merge_recipes(config, tp_size).items():
@@ -67,9 +68,7 @@ def unmerge_recipes(config: Qwen2Config, tp_size: int) -> Recipes:
     return recipes
 
 
-def new_tensors(
-    source: WeightSource, recipes: Recipes, dtype: torch.dtype | None, quantised: Quantised
-) -> list[NewTensor]:
+def new_tensors(source: WeightSource, recipes: Recipes, dtype: Dtype | None, quantised: Quantised) -> list[NewTensor]:
     """The tensors of a converted checkpoint: those of `recipes`, and those that no recipe uses, as they are."""
     stored = source.tensors
     used = {rows.source for parts in recipes.values() for rows in parts}
@@ -81,15 +80,20 @@ def new_tensors(
         first = stored[parts[0].source]
         shape = (sum(part.length for part in parts), *first.shape[1:])
         if quantised.holds(name):
-            tensors.append(NewTensor(name, shape, torch.int8, parts, _integers))
-            tensors.append(NewTensor(scale_name(name), shape[:1], SCALE_DTYPE, parts, row_scales))
+            tensors += _quantised(name, shape, parts)
         else:
             tensors.append(NewTensor(name, shape, dtype or first.dtype, parts))
     return tensors
 
 
-def _integers(rows: Tensor) -> Tensor:
-    return quantise_rows(rows)[0]
+def _quantised(name: str, shape: tuple[int, ...], parts: list[Rows]) -> list[NewTensor]:
+    """A weight's integers and their scales."""
+    from npu_tuned_model.quantise import SCALE_DTYPE, quantise_rows, row_scales
+
+    return [
+        NewTensor(name, shape, BY_NAME[INT8], parts, lambda rows: quantise_rows(rows)[0]),
+        NewTensor(scale_name(name), shape[:1], BY_NAME[name_of(SCALE_DTYPE)], parts, row_scales),
+    ]
 
 
 class Conversion:
@@ -107,7 +111,7 @@ class Conversion:
         *,
         tp_size: int = 1,
         unmerge: bool = False,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
         quantised: Quantised = FLOATS,
         max_shard_bytes: int,
         force: bool = False,
@@ -117,7 +121,7 @@ class Conversion:
             source: a plain checkpoint, or with `unmerge` a converted one.
             output: the folder to be made.
             tp_size: the number of ranks to lay the fused rows out for; with `unmerge` the source knows it.
-            dtype: of the weights written; by default as stored.
+            dtype: of the weights written, such as "bfloat16"; by default as stored.
             quantised: which weights are to become int8 (see quantise.py); not with `unmerge`.
             max_shard_bytes: of one weight file; a single larger tensor gets a file of its own.
             force: whether `output` may replace what is there.
@@ -127,9 +131,10 @@ class Conversion:
             UserError: an output that is in the way, too little room, or a tp_size that does not divide the model.
         """
         self.source, self.output, self.force, self.unmerge = Path(source), Path(output), force, unmerge
-        self.dtype, self.max_shard_bytes = dtype, max_shard_bytes
+        self.dtype = None if dtype is None else BY_NAME[dtype]
+        self.max_shard_bytes = max_shard_bytes
         self.quantised = quantised
-        config = read_config(self.source)
+        config = read_sizes(self.source)
         layout = layout_of(config)
         if unmerge and layout is None:
             raise CheckpointError(f"{source} is a plain checkpoint: there is nothing to unmerge")
@@ -150,7 +155,7 @@ class Conversion:
         goals = goals_of(parameter_names(config), config, Shard(0, self.tp_size), converted=unmerge)
         check_tensors(self.source, self.weights.tensors, goals)
         recipes = unmerge_recipes(config, self.tp_size) if unmerge else merge_recipes(config, self.tp_size)
-        self.tensors = new_tensors(self.weights, recipes, dtype, quantised)
+        self.tensors = new_tensors(self.weights, recipes, self.dtype, quantised)
         self.total_bytes = sum(tensor.nbytes for tensor in self.tensors)
         free = shutil.disk_usage(_existing_folder(self.output)).free
         if free < self.total_bytes:
@@ -214,7 +219,7 @@ class Conversion:
         if not self.unmerge:
             config[LAYOUT_KEY] = Layout(self.tp_size, self.quantised).entry()
         if self.dtype is not None:
-            config["dtype" if "dtype" in config else "torch_dtype"] = str(self.dtype).rpartition(".")[2]
+            config["dtype" if "dtype" in config else "torch_dtype"] = self.dtype.name
         return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -229,7 +234,9 @@ def verify(plain: Path, converted: Path, on_bytes: OnBytes = lambda count: None)
     Raises:
         CheckpointError: the two are not of one model, or differ; the message names the first tensor that does.
     """
-    config = read_config(converted)
+    import torch
+
+    config = read_sizes(converted)
     layout = layout_of(config)
     if layout is None:
         raise CheckpointError(f"{converted} is a plain checkpoint: give a converted one to verify")
@@ -257,6 +264,8 @@ def verify(plain: Path, converted: Path, on_bytes: OnBytes = lambda count: None)
 
 def _bits(tensor: Tensor) -> Tensor:
     """Bytes, of which also a NaN equals itself."""
+    import torch
+
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from npu_tuned_model.checkpoint_dtypes import BY_CODE, BY_NAME, Dtype, name_of
 from npu_tuned_model.checkpoint_layout import some
 from npu_tuned_model.config import first_line, read_json
 from npu_tuned_model.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class StoredTensor(NamedTuple):
-    """What a checkpoint says about one of its tensors."""
+    """What a checkpoint says about one of its tensors.
+
+    Attributes:
+        start: where its bytes begin in the file; None in a .bin file, which only torch can read.
+    """
 
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
+    start: Optional[int]
 
 
 class WeightSource:
@@ -44,10 +53,7 @@ class WeightSource:
         if missing:
             raise CheckpointError(f"{folder}: shards are missing: {', '.join(missing)}: download them again")
         for file, expected in listed.items():
-            found = {}
-            for name, tensor in read_file(file):
-                found[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
-                del tensor
+            found = _stored_tensors(file)
             if expected is not None:
                 _check_index(file, expected, set(found))
             self.tensors.update(found)
@@ -88,20 +94,63 @@ def _check_index(file: Path, expected: set[str], found: set[str]) -> None:
         )
 
 
+def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """What a weight file says of its tensors, in the order in which `read_file` gives them."""
+    found = {}
+    if file.suffix != ".safetensors":
+        for name, tensor in read_file(file):
+            dtype = BY_NAME.get(name_of(tensor.dtype))
+            if dtype is None:
+                raise not_a_weight(file, name, tensor.dtype)
+            found[name] = StoredTensor(file, tuple(tensor.shape), dtype, None)
+            del tensor
+        return found
+    with _readable(file):
+        # Opening it is the library's check of the whole header, which as numpy's takes no torch.
+        with safe_open(str(file), framework="np") as handle:
+            names = list(handle.keys())
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    for name in names:
+        entry = header[name]
+        if entry["dtype"] not in BY_CODE:
+            raise not_a_weight(file, name, entry["dtype"])
+        start = 8 + size + entry["data_offsets"][0]
+        found[name] = StoredTensor(file, tuple(entry["shape"]), BY_CODE[entry["dtype"]], start)
+    return found
+
+
+def not_a_weight(file: Path, name: str, dtype: object) -> CheckpointError:
+    """The error for a tensor whose elements are of a type that no weight of an unquantised checkpoint has."""
+    return CheckpointError(
+        f"{file}: {name} is of {dtype}: quantised checkpoints are not supported, use the unquantised one"
+    )
+
+
 def read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each tensor in a weight file; bytes are read from the disk only when a tensor is used."""
-    try:
+    with _readable(file):
         if file.suffix == ".safetensors":
             with safe_open(str(file), framework="pt") as handle:
                 for name in handle.keys():
                     yield name, handle.get_tensor(name)
         else:
+            import torch
+
             # A str, not a Path: torch 2.1 maps nothing else.
             state = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-            if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
                 raise CheckpointError(f"{file} is not a plain table of tensors: save the model's state_dict instead")
             for name in list(state):
                 yield name, state.pop(name).detach()
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Turn what the libraries raise for a file that can't be read into a CheckpointError."""
+    try:
+        yield
     # torch reports a file that is cut off as an OSError or a RuntimeError, depending on where.
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise CheckpointError(_why_unreadable(file, error)) from error

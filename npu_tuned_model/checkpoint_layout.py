@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from transformers import Qwen2Config
-
+from npu_tuned_model.config import AnyConfig
 from npu_tuned_model.errors import CheckpointError, UserError
-from npu_tuned_model.quantise import INT8, SCALE
+
+INT8 = "int8"
+# the attribute of a module with an int8 weight that holds the rows' scales
+SCALE = "weight_scale"
 
 FUSED = {
     "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -81,7 +83,7 @@ class Cut(NamedTuple):
     length: int
 
 
-def pieces_of(name: str, config: Qwen2Config, shard: Shard = WHOLE, *, converted: bool = False) -> list[Piece]:
+def pieces_of(name: str, config: AnyConfig, shard: Shard = WHOLE, *, converted: bool = False) -> list[Piece]:
     """The pieces that make up one rank's parameter `name`, in order.
 
     Args:
@@ -129,13 +131,13 @@ def shape_of(pieces: list[Piece]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def vocabulary_cut(config: Qwen2Config, shard: Shard) -> Cut:
+def vocabulary_cut(config: AnyConfig, shard: Shard) -> Cut:
     """A rank's rows of embedding and output layer. Any vocabulary can be divided: the shares differ by one at most."""
     start, end = (config.vocab_size * rank // shard.size for rank in (shard.rank, shard.rank + 1))
     return Cut(config.vocab_size, start, end - start)
 
 
-def _fused_cuts(fused: str, config: Qwen2Config, shard: Shard) -> list[Cut]:
+def _fused_cuts(fused: str, config: AnyConfig, shard: Shard) -> list[Cut]:
     if fused == "mlp.gate_up_proj":
         return [_equal_cut(config.intermediate_size, shard)] * 2
     head_dim = config.hidden_size // config.num_attention_heads
@@ -170,7 +172,7 @@ def scale_name(weight_name: str) -> str:
     return f"{split_name(weight_name)[0]}.{SCALE}"
 
 
-def parameter_names(config: Qwen2Config, quantised: Quantised = FLOATS) -> list[str]:
+def parameter_names(config: AnyConfig, quantised: Quantised = FLOATS) -> list[str]:
     """The tuned model's parameters, in the order of its layers; those of `lm_head` also where it is tied."""
     layer = (
         "input_layernorm.weight",
@@ -188,7 +190,7 @@ def parameter_names(config: Qwen2Config, quantised: Quantised = FLOATS) -> list[
     return names
 
 
-def check_tp_size(config: Qwen2Config, size: int) -> None:
+def check_tp_size(config: AnyConfig, size: int) -> None:
     """Raise UserError, naming the sizes that work, when the model can't be divided among `size` ranks."""
     reason = _why_not(config, size)
     if reason is not None:
@@ -196,7 +198,7 @@ def check_tp_size(config: Qwen2Config, size: int) -> None:
         raise UserError(f"tp_size {size} does not divide this model: {reason}; sizes that work: {', '.join(works)}")
 
 
-def _why_not(config: Qwen2Config, size: int) -> str | None:
+def _why_not(config: AnyConfig, size: int) -> str | None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if size < 1:
         return "it must be at least 1"
@@ -223,7 +225,7 @@ class Layout(NamedTuple):
         return entry
 
 
-def layout_of(config: Qwen2Config) -> Layout | None:
+def layout_of(config: AnyConfig) -> Layout | None:
     """How a converted checkpoint is laid out; None for a plain one.
 
     Raises:
@@ -243,14 +245,14 @@ def layout_of(config: Qwen2Config) -> Layout | None:
     return Layout(size, Quantised(weight_dtype == INT8, bool(fields.get("int8_embeddings"))))
 
 
-def held_as(config: Qwen2Config, weight_dtype: str | None, int8_embeddings: bool) -> Quantised:
+def held_as(config: AnyConfig, weight_dtype: str | None, int8_embeddings: bool) -> Quantised:
     """Which weights a model loaded with these arguments of load_model holds as int8."""
     layout = layout_of(config)
     stored = FLOATS if layout is None else layout.quantised
     return stored if stored.linears or weight_dtype is None else Quantised(True, int8_embeddings)
 
 
-def converted_tp_size(config: Qwen2Config) -> int | None:
+def converted_tp_size(config: AnyConfig) -> int | None:
     """The number of ranks that a converted checkpoint was made for; None for a plain one.
 
     Raises:

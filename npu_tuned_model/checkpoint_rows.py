@@ -1,8 +1,8 @@
 """Rows of stored tensors, read and written in small chunks: a checkpoint of any size in a few megabytes of memory.
 
 Rows of a tensor lie one after the other in a safetensors file (format: https://github.com/huggingface/safetensors),
-so joining and cutting tensors by rows is copying byte ranges. The library's own writer wants all tensors of a file in
-memory at once.
+so joining and cutting tensors by rows is copying byte ranges; torch is imported only where the rows are changed or
+compared, or come from a .bin file. The library's own writer wants all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from npu_tuned_model.checkpoint_files import WeightSource, read_file
+from npu_tuned_model.checkpoint_dtypes import Dtype
+from npu_tuned_model.checkpoint_files import StoredTensor, WeightSource, read_file
 from npu_tuned_model.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Elements of a chunk: large enough for the disk, small beside any tensor of a large model.
 CHUNK_ELEMENTS = 4 * 2**20
-_DTYPE_NAMES = {
-    torch.int8: "I8",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+# Bytes copied at a time: they go from the page cache to the page cache through the processor's own cache.
+_COPIED_BYTES = 128 * 2**10
+# Bytes between two reports of progress.
+_REPORTED_BYTES = 8 * 2**20
 _ALIGNMENT = 8
 
 
@@ -48,13 +46,13 @@ class NewTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     rows: list[Rows]
     change: Callable[[Tensor], Tensor] | None = None
 
     def made_of(self, chunk: Tensor) -> Tensor:
         """What becomes of a few rows."""
-        return (chunk if self.change is None else self.change(chunk)).to(self.dtype)
+        return (chunk if self.change is None else self.change(chunk)).to(self.dtype.in_torch)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +64,6 @@ class RowReader:
 
     def __init__(self, source: WeightSource) -> None:
         self._tensors = source.tensors
-        self._offsets: dict[Path, dict[str, int]] = {}
         self._path: Path | None = None
         self._stream: FileIO | None = None
         self._loaded: dict[str, Tensor] = {}
@@ -89,20 +86,46 @@ class RowReader:
         for start in range(rows.start, rows.start + rows.length, step):
             yield self._read(rows.source, start, min(step, rows.start + rows.length - start))
 
+    def portions(self, rows: Rows, dtype: Dtype) -> Iterator[memoryview] | None:
+        """The bytes of `rows`, a few at a time; each portion is valid until the next.
+
+        None where they don't lie in the file as `dtype`.
+        """
+        stored = self._tensors[rows.source]
+        if stored.start is None or stored.dtype != dtype:
+            return None
+        return self._portions(stored, stored.start, rows)
+
+    def _portions(self, stored: StoredTensor, start: int, rows: Rows) -> Iterator[memoryview]:
+        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        position, left = start + rows.start * row_bytes, rows.length * row_bytes
+        while left:
+            portion = self._bytes(stored.file, position, min(_COPIED_BYTES, left))
+            yield portion
+            position, left = position + len(portion), left - len(portion)
+
     def _read(self, name: str, start: int, count: int) -> Tensor:
+        import torch
+
         stored = self._tensors[name]
-        self._open(stored.file)
-        if self._stream is None:
+        if stored.start is None:
+            self._open(stored.file)
             return self._loaded[name].narrow(0, start, count).contiguous()
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        size = count * row_bytes
+        found = self._bytes(stored.file, stored.start + start * row_bytes, count * row_bytes)
+        return torch.frombuffer(found, dtype=stored.dtype.in_torch).view(count, *stored.shape[1:])
+
+    def _bytes(self, file: Path, position: int, size: int) -> memoryview:
+        """Bytes of a safetensors file, in the buffer that the next ones will overwrite."""
+        self._open(file)
+        assert self._stream is not None
         if size > len(self._buffer):
             self._buffer = bytearray(size)
-        self._stream.seek(self._offsets[stored.file][name] + start * row_bytes)
-        if self._stream.readinto(memoryview(self._buffer)[:size]) != size:
-            raise CheckpointError(f"{stored.file} ended early, it was changed while it was read: start again")
-        flat = torch.frombuffer(self._buffer, dtype=stored.dtype, count=size // stored.dtype.itemsize)
-        return flat.view(count, *stored.shape[1:])
+        found = memoryview(self._buffer)[:size]
+        self._stream.seek(position)
+        if self._stream.readinto(found) != size:
+            raise CheckpointError(f"{file} ended early, it was changed while it was read: start again")
+        return found
 
     def _open(self, path: Path) -> None:
         if path == self._path:
@@ -110,8 +133,6 @@ class RowReader:
         self._close()
         if path.suffix == ".safetensors":
             self._stream = FileIO(path)
-            if path not in self._offsets:
-                self._offsets[path] = _data_offsets(self._stream)
         else:
             self._loaded = dict(read_file(path))
         self._path = path
@@ -120,13 +141,6 @@ class RowReader:
         if self._stream is not None:
             self._stream.close()
         self._path, self._stream, self._loaded = None, None, {}
-
-
-def _data_offsets(stream: FileIO) -> dict[str, int]:
-    """Where each tensor's bytes begin in a safetensors file (which WeightSource has checked)."""
-    size = int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(size))
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_safetensors(
@@ -142,7 +156,7 @@ def write_safetensors(
     end = 0
     for tensor in tensors:
         header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": tensor.dtype.code,
             "shape": tensor.shape,
             "data_offsets": [end, end + tensor.nbytes],
         }
@@ -151,12 +165,28 @@ def write_safetensors(
     text += b" " * (-len(text) % _ALIGNMENT)
     with FileIO(path, "w") as stream:
         _write_all(stream, memoryview(len(text).to_bytes(8, "little") + text))
-        for tensor in tensors:
-            for rows in tensor.rows:
-                for chunk in reader.chunks(rows):
-                    data: Any = tensor.made_of(chunk).view(-1).view(torch.uint8).numpy()
-                    _write_all(stream, memoryview(data))
-                    on_bytes(len(data))
+        unreported = 0
+        portions = (portion for tensor in tensors for rows in tensor.rows for portion in _made(tensor, rows, reader))
+        for portion in portions:
+            _write_all(stream, portion)
+            unreported += len(portion)
+            if unreported >= _REPORTED_BYTES:
+                on_bytes(unreported)
+                unreported = 0
+        on_bytes(unreported)
+
+
+def _made(tensor: NewTensor, rows: Rows, reader: RowReader) -> Iterator[memoryview]:
+    """The bytes of what becomes of `rows` in a new tensor, a few at a time."""
+    copied = reader.portions(rows, tensor.dtype) if tensor.change is None else None
+    if copied is not None:
+        yield from copied
+        return
+    import torch
+
+    for chunk in reader.chunks(rows):
+        data: Any = tensor.made_of(chunk).view(-1).view(torch.uint8).numpy()
+        yield memoryview(data)
 
 
 def _write_all(stream: FileIO, data: memoryview) -> None:

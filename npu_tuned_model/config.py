@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import huggingface_hub
-from transformers import Qwen2Config
 
 from npu_tuned_model.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
 
 _SIZES = (
     "vocab_size",
@@ -21,6 +24,28 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+# what Qwen2Config takes where config.json says nothing
+_SLIDING_WINDOW = 4096
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a configuration decides which tensors a checkpoint has; named as in Qwen2Config.
+
+    Files can be planned and converted with it where importing transformers would take most of the time.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    tie_word_embeddings: bool = False
+    npu_tuned_layout: Any = None
+
+
+AnyConfig = Union[ModelSizes, "Qwen2Config"]
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -66,17 +91,38 @@ def read_config(folder: Path) -> Qwen2Config:
     Raises:
         CheckpointError: config.json is missing or damaged, or describes something else than a plain dense Qwen2.
     """
+    path = _config_file(folder)
+    return config_from(path, read_json(path))
+
+
+def read_sizes(folder: Path) -> ModelSizes:
+    """As `read_config`, of the same checkpoints and with the same errors, without transformers."""
+    path = _config_file(folder)
+    raw = read_json(path)
+    _check(path, raw)
+    return ModelSizes(**{field.name: raw[field.name] for field in fields(ModelSizes) if field.name in raw})
+
+
+def _config_file(folder: Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give the folder that holds config.json and the weights")
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: give the folder of a Hugging Face checkpoint")
-    return config_from(path, read_json(path))
+    return path
 
 
 def config_from(path: Path, raw: dict[str, Any]) -> Qwen2Config:
     """As `read_config`, of the contents of a config.json; `path` is named in errors."""
+    _check(path, raw)
+    from transformers import Qwen2Config
+
+    return Qwen2Config.from_dict(_as_transformers_4_37(raw))
+
+
+def _check(path: Path, raw: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the tuned model can run what a config.json describes."""
     model_type = raw.get("model_type")
     if model_type != "qwen2":
         reason = "mixture-of-experts is not supported, " if model_type == "qwen2_moe" else ""
@@ -89,28 +135,31 @@ def config_from(path: Path, raw: dict[str, Any]) -> Qwen2Config:
             "within max_position_embeddings"
         )
     _check_sizes(path, raw)
-    config = Qwen2Config.from_dict(_as_transformers_4_37(path, raw))
-
-    if config.hidden_act != "silu":
-        raise CheckpointError(f"{path}: hidden_act is {config.hidden_act!r}, only 'silu' is supported")
-    window, longest = config.sliding_window, config.max_position_embeddings
-    if config.use_sliding_window and window is not None and window < longest:
+    rope = raw.get("rope_parameters")
+    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope
+    if rope is not None and not plain:
+        raise CheckpointError(
+            f"{path}: rope_parameters is {rope!r}, only rope_type 'default' with a rope_theta is supported"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"{path}: hidden_act is {activation!r}, only 'silu' is supported")
+    window, longest = raw.get("sliding_window", _SLIDING_WINDOW), raw["max_position_embeddings"]
+    if raw.get("use_sliding_window", False) and window is not None and window < longest:
         raise CheckpointError(
             f"{path}: sliding window attention is on (window {window}, max_position_embeddings {longest}) and not "
             f"supported: set use_sliding_window to false if prompts and answers together stay below {window} tokens"
         )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if config.hidden_size % heads:
-        raise CheckpointError(f"{path}: hidden_size {config.hidden_size} is not divisible by {heads} attention heads")
-    head_dim = raw.get("head_dim")
-    if head_dim not in (None, config.hidden_size // heads):
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    head_dim, rest = divmod(raw["hidden_size"], heads)
+    if rest:
+        raise CheckpointError(f"{path}: hidden_size {raw['hidden_size']} is not divisible by {heads} attention heads")
+    if raw.get("head_dim") not in (None, head_dim):
         raise CheckpointError(
-            f"{path}: head_dim is {head_dim}, only hidden_size / num_attention_heads = {config.hidden_size // heads} "
-            "is supported"
+            f"{path}: head_dim is {raw['head_dim']}, only hidden_size / num_attention_heads = {head_dim} is supported"
         )
     if heads % kv_heads:
         raise CheckpointError(f"{path}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
-    return config
 
 
 def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
@@ -121,17 +170,13 @@ def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
             raise CheckpointError(f"{path}: {key} is {value!r}, expected a positive whole number")
 
 
-def _as_transformers_4_37(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def _as_transformers_4_37(raw: dict[str, Any]) -> dict[str, Any]:
     # 4.37 takes a quantization_config for present even where it is null.
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     if "dtype" in raw:
         raw.setdefault("torch_dtype", raw.pop("dtype"))
     rope = raw.pop("rope_parameters", None)
     if rope is not None:
-        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
-            raise CheckpointError(
-                f"{path}: rope_parameters is {rope!r}, only rope_type 'default' with a rope_theta is supported"
-            )
         raw["rope_theta"] = rope["rope_theta"]
     return raw
 

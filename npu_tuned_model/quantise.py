@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npu_tuned_model.checkpoint_layout import INT8
 from npu_tuned_model.errors import UserError
 
-INT8 = "int8"
 LARGEST = 127
 SCALE_DTYPE = torch.bfloat16
-SCALE = "weight_scale"
 
 
 def check_weight_dtype(name: str | None) -> None:

@@ -41,7 +41,6 @@ def main(
     """
     with user_errors():
         from npu_tuned_model.checkpoint_convert import Conversion
-        from npu_tuned_model.device import resolve_dtype
 
         if unmerge and tp_size is not None:
             raise click.UsageError("--unmerge takes no --tp_size: the converted checkpoint says what it was made for")
@@ -52,7 +51,7 @@ def main(
             output_path,
             tp_size=tp_size or 1,
             unmerge=unmerge,
-            dtype=None if dtype is None else resolve_dtype(dtype),
+            dtype=dtype,
             max_shard_bytes=max_shard_size,
             force=force,
         )

@@ -55,10 +55,10 @@ def written(plain: Path, tmp_path: Path) -> Path:
 def test_what_is_written(plain, written):
     tensors = WeightSource(written).tensors
     name = "model.layers.0.self_attn.qkv"
-    assert tensors[f"{name}.weight"].dtype == torch.int8
-    assert tensors[f"{name}.weight_scale"].dtype == torch.bfloat16
-    assert tensors[f"{name}.bias"].dtype == torch.float32
-    assert tensors["lm_head.weight"].dtype == torch.int8
+    assert tensors[f"{name}.weight"].dtype.name == "int8"
+    assert tensors[f"{name}.weight_scale"].dtype.name == "bfloat16"
+    assert tensors[f"{name}.bias"].dtype.name == "float32"
+    assert tensors["lm_head.weight"].dtype.name == "int8"
     assert read_json(written / "config.json")["npu_tuned_layout"] == {
         **{"version": 1, "tp_size": 1},
         **{"weight_dtype": "int8", "int8_embeddings": True},
