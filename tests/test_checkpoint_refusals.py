@@ -87,6 +87,14 @@ def test_quantised_weights_are_refused(untied: tuple[Path, dict[str, Tensor]], d
     assert f"{Q_WEIGHT} is of {dtype}: quantised" in message
 
 
+@pytest.mark.parametrize("safe_serialization", [False, True])
+def test_a_type_that_no_weight_has_is_refused(tmp_path: Path, safe_serialization: bool) -> None:
+    weights = {**weights_of(config_of()), Q_WEIGHT: torch.zeros(16, 16, dtype=torch.uint16)}
+    folder = write_checkpoint(tmp_path, config_of(), [weights], safe_serialization)
+    name = "U16" if safe_serialization else "torch.uint16"
+    assert f"{Q_WEIGHT} is of {name}: quantised checkpoints are not supported" in refused(folder)
+
+
 # files that are wrong
 
 

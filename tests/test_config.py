@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import huggingface_hub
@@ -14,8 +16,12 @@ from checkpoints import (
 )
 from transformers import Qwen2Config
 
-from npu_tuned_model.config import read_config, resolve_checkpoint
+from npu_tuned_model.config import ModelSizes, read_config, read_sizes, resolve_checkpoint
 from npu_tuned_model.errors import CheckpointError
+
+# the two must refuse the same
+both_readers = pytest.mark.parametrize("read", [read_config, read_sizes])
+Reader = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -41,6 +47,24 @@ def test_keys_of_newer_transformers_are_understood(config_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": ...},
+        {"npu_tuned_layout": {"version": 1, "tp_size": 2}},
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+)
+def test_the_sizes_are_those_of_the_whole_configuration(config_folder: Path, changes: dict[str, object]) -> None:
+    edit_json(config_folder / "config.json", **changes)
+    sizes, config = read_sizes(config_folder), read_config(config_folder)
+    for field in fields(ModelSizes):
+        assert getattr(sizes, field.name) == getattr(config, field.name, None), field.name
+
+
+@both_readers
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type is 'llama'"),
@@ -50,6 +74,7 @@ def test_keys_of_newer_transformers_are_understood(config_folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "only rope_type 'default'"),
         ({"rope_parameters": {"rope_type": "default"}}, "only rope_type 'default' with a rope_theta"),
         ({"use_sliding_window": True, "sliding_window": 63}, "set use_sliding_window to false if prompts"),
+        ({"use_sliding_window": True, "sliding_window": ..., "max_position_embeddings": 4097}, "(window 4096,"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is present"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"hidden_size": 18}, "hidden_size 18 is not divisible by 4 attention heads"),
@@ -61,43 +86,47 @@ def test_keys_of_newer_transformers_are_understood(config_folder: Path) -> None:
     ],
 )
 def test_a_config_that_the_model_cannot_run_is_refused(
-    config_folder: Path, changes: dict[str, object], message: str
+    config_folder: Path, read: Reader, changes: dict[str, object], message: str
 ) -> None:
     edit_json(config_folder / "config.json", **changes)
     with pytest.raises(CheckpointError) as excinfo:
-        read_config(config_folder)
+        read(config_folder)
     assert message in one_line(excinfo)
     assert str(config_folder / "config.json") in one_line(excinfo)
 
 
+@both_readers
 @pytest.mark.parametrize(
     "changes",
     [
         {"use_sliding_window": False, "sliding_window": 8},
         {"use_sliding_window": True, "sliding_window": 64},
         {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": ..., "max_position_embeddings": 4096},
         {"head_dim": 4},
         {"quantization_config": None},
     ],
 )
-def test_a_harmless_setting_is_accepted(config_folder: Path, changes: dict[str, object]) -> None:
+def test_a_harmless_setting_is_accepted(config_folder: Path, read: Reader, changes: dict[str, object]) -> None:
     edit_json(config_folder / "config.json", **changes)
-    assert read_config(config_folder).hidden_size == 16
+    assert read(config_folder).hidden_size == 16
 
 
+@both_readers
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\ufeff{}"])
-def test_a_damaged_config_is_refused(config_folder: Path, content: str) -> None:
+def test_a_damaged_config_is_refused(config_folder: Path, read: Reader, content: str) -> None:
     (config_folder / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"config\.json .*download it again") as excinfo:
-        read_config(config_folder)
+        read(config_folder)
     one_line(excinfo)
 
 
-def test_a_missing_folder_or_config_is_refused(tmp_path: Path) -> None:
+@both_readers
+def test_a_missing_folder_or_config_is_refused(tmp_path: Path, read: Reader) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        read_config(tmp_path)
+        read(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
-        read_config(tmp_path / "nowhere")
+        read(tmp_path / "nowhere")
 
 
 # Hub

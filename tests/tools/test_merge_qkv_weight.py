@@ -25,8 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2Config
 
-from npu_tuned_model import load_model
+from npu_tuned_model import checkpoint_rows, load_model
+from npu_tuned_model.checkpoint_convert import Conversion
 from npu_tuned_model.checkpoint_files import WeightSource
+from npu_tuned_model.errors import CheckpointError
 from tools.merge_qkv_weight import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "merge_qkv_weight.py"
@@ -203,20 +205,98 @@ def test_tensors_of_old_checkpoints_are_kept(plain: Path, tmp_path: Path) -> Non
     "damaged", ["model.layers.1.self_attn.qkv.bias", "model.norm.weight", "model.embed_tokens.weight"]
 )
 def test_verify_finds_one_wrong_bit(plain: Path, tmp_path: Path, damaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_tuned_model import checkpoint_convert
+    write = Conversion.write
 
-    write = checkpoint_convert.Conversion.write
-
-    def write_and_damage(self: checkpoint_convert.Conversion, *arguments: object) -> None:
+    def write_and_damage(self: Conversion, *arguments: object) -> None:
         write(self, *arguments)
         file = tmp_path / "out" / "model.safetensors"
         tensors = load_file(file)
         tensors[damaged].view(-1).view(torch.uint8)[-4] ^= 1
         save_file(tensors, file)
 
-    monkeypatch.setattr(checkpoint_convert.Conversion, "write", write_and_damage)
+    monkeypatch.setattr(Conversion, "write", write_and_damage)
     message = refused(f"--model_path={plain}", f"--output_path={tmp_path / 'out'}", "--tp_size=2", "--verify")
     assert f"{damaged} differs from {plain}" in message
+
+
+def test_weights_of_a_part_in_another_dtype_become_the_first_ones(plain: Path, tmp_path: Path) -> None:
+    weights = {
+        name: tensor.double() if ".k_proj." in name else tensor.bfloat16() for name, tensor in tensors_of(plain).items()
+    }
+    shutil.rmtree(plain)
+    write_checkpoint(plain, config_of(), [weights])
+    outcome = convert(f"--model_path={plain}", f"--output_path={tmp_path / 'out'}", "--verify")
+    assert outcome.code == 0, outcome.err
+    parts = [weights[f"model.layers.0.self_attn.{letter}_proj.weight"].bfloat16() for letter in "qkv"]
+    found = tensors_of(tmp_path / "out")["model.layers.0.self_attn.qkv.weight"]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.cat(parts))
+
+
+# copying
+
+
+@pytest.mark.parametrize("piece", [1, 7, 32, 1000])
+def test_the_size_of_the_pieces_copied_makes_no_difference(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    Conversion(plain, whole, tp_size=2, max_shard_bytes=4000).write()
+    monkeypatch.setattr(checkpoint_rows, "_COPIED_BYTES", piece)
+    monkeypatch.setattr(checkpoint_rows, "_REPORTED_BYTES", 500)
+    conversion = Conversion(plain, pieces, tp_size=2, max_shard_bytes=4000)
+    reported: list[int] = []
+    conversion.write(reported.append)
+    assert sum(reported) == conversion.total_bytes
+    assert max(reported) < 500 + piece
+    files = sorted(file.name for file in whole.iterdir())
+    assert files == sorted(file.name for file in pieces.iterdir())
+    for name in files:
+        assert (whole / name).read_bytes() == (pieces / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_source_that_shrinks_while_it_is_read_is_named(plain: Path, tmp_path: Path, dtype: str | None) -> None:
+    conversion = Conversion(plain, tmp_path / "out", dtype=dtype, max_shard_bytes=10**9)
+    file = plain / "model-00001.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors ended early, it was changed"):
+        conversion.write()
+    assert not (tmp_path / "out").exists()
+    assert leftovers(tmp_path) == []
+
+
+# what the command has to import takes longer than copying a small model
+IMPORTED = """
+import sys
+from tools.merge_qkv_weight import main
+main(sys.argv[1:], standalone_mode=False)
+print(sorted({"torch", "transformers"}.intersection(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "imported"),
+    [
+        (["--tp_size=2", "--max_shard_size=4KB"], []),
+        (["--dtype=float32"], []),  # as they are stored
+        (["--dtype=bfloat16"], ["torch"]),
+        (["--verify"], ["torch"]),
+    ],
+)
+def test_torch_is_imported_only_to_change_or_compare(
+    plain: Path, tmp_path: Path, options: list[str], imported: list[str]
+) -> None:
+    def imports(*arguments: object) -> str:
+        command = [sys.executable, "-c", IMPORTED, *map(str, arguments)]
+        run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()[-1]
+
+    assert imports(f"--model_path={plain}", f"--output_path={tmp_path / 'out'}", *options) == str(imported)
+    if not imported:
+        back = imports(f"--model_path={tmp_path / 'out'}", f"--output_path={tmp_path / 'back'}", "--unmerge")
+        assert back == "[]"
 
 
 # mistakes
@@ -311,8 +391,6 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 def test_a_disk_that_fills_up_half_way_leaves_nothing(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from npu_tuned_model import checkpoint_rows
-
     write, calls = checkpoint_rows._write_all, []
 
     def full(stream: io.FileIO, data: memoryview) -> None:
@@ -362,10 +440,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("large") / "model", config, shards)
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
 def start(*arguments: object, script: Path = TOOL) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
