@@ -1,10 +1,13 @@
-"""What the commands that convert checkpoints share: the size option, the progress bar, what is said at the end."""
+"""What the commands that convert checkpoints share: options, the progress bar, what is said at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,9 +25,28 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
     return int(match[1]) * _UNITS[match[2]]
 
 
-shard_size_option = click.option(
-    "--max_shard_size", default="5GB", show_default=True, callback=_bytes, help="Size of a weight file."
+_OPTIONS = (
+    click.option("--model_path", type=click.Path(path_type=Path), required=True, help="Checkpoint folder to read."),
+    click.option(
+        "--output_path", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist."
+    ),
+    click.option("--verify", "compare", is_flag=True, help="Then compare every tensor written with the source."),
+    click.option("--force", is_flag=True, help="Replace what is at --output_path."),
+    click.option("--max_shard_size", default="5GB", show_default=True, callback=_bytes, help="Size of a weight file."),
 )
+
+
+def conversion_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command these options; --verify comes as `compare`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def run_as_script(command: Callable[[], Any]) -> None:
+    """Run it so that a polite kill cleans up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    command()
 
 
 def run_conversion(conversion: Conversion, *, compare: bool, made: str) -> None:

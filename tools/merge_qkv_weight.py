@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -11,20 +10,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import click
 
 from benchmark.command import OneLineErrors, user_errors
-from tools.conversion import run_conversion, shard_size_option
+from tools.conversion import conversion_options, run_as_script, run_conversion
 
 
 @click.command(cls=OneLineErrors)
-@click.option("--model_path", type=click.Path(path_type=Path), required=True, help="Checkpoint folder to read.")
-@click.option("--output_path", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist.")
+@conversion_options
 @click.option(
     "--tp_size", type=click.IntRange(min=1), help="Number of ranks (cards) to lay the rows out for. Default: 1."
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: as stored.")
 @click.option("--unmerge", is_flag=True, help="The reverse: make the plain checkpoint from a converted one.")
-@click.option("--verify", "compare", is_flag=True, help="Then compare every tensor written with the source.")
-@click.option("--force", is_flag=True, help="Replace what is at --output_path.")
-@shard_size_option
 def main(
     model_path: Path,
     output_path: Path,
@@ -59,6 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    # A polite kill cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    main()
+    run_as_script(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -11,12 +10,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import click
 
 from benchmark.command import OneLineErrors, user_errors
-from tools.conversion import run_conversion, shard_size_option
+from tools.conversion import conversion_options, run_as_script, run_conversion
 
 
 @click.command(cls=OneLineErrors)
-@click.option("--model_path", type=click.Path(path_type=Path), required=True, help="Plain checkpoint folder to read.")
-@click.option("--output_path", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist.")
+@conversion_options
 @click.option(
     "--tp_size",
     type=click.IntRange(min=1),
@@ -30,9 +28,6 @@ from tools.conversion import run_conversion, shard_size_option
     show_default=True,
     help="Quantise the embedding table and the output layer, too.",
 )
-@click.option("--verify", "compare", is_flag=True, help="Then compare every tensor written with the source.")
-@click.option("--force", is_flag=True, help="Replace what is at --output_path.")
-@shard_size_option
 def main(
     model_path: Path,
     output_path: Path,
@@ -45,7 +40,7 @@ def main(
     """Write a checkpoint of half the size whose weights are int8, one scale for each output feature.
 
     It loads on --tp_size ranks without any work, to the same weights as load_model(..., weight_dtype="int8") gives.
-    Works on the files, in little memory.
+    Reads a plain checkpoint; works on the files, in little memory.
     """
     with user_errors():
         from npu_tuned_model.checkpoint_convert import Conversion
@@ -63,6 +58,4 @@ def main(
 
 
 if __name__ == "__main__":
-    # A polite kill cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    main()
+    run_as_script(main)
