@@ -56,8 +56,7 @@ class GenerationSteps:
         Raises:
             UserError: when asked to be deterministic without the fixed KV cache.
         """
-        self._set_deterministic(deterministic)
-        self.steps = (same_steps_in_every_mode(self) if deterministic else None) or EagerSteps(self)
+        self.steps = self._deterministic_steps(deterministic) or EagerSteps(self)
 
     def run_graph(self, graph_options: GraphOptions | None = None, *, deterministic: bool = False) -> None:
         """Compile prefill and decode, each when it is first called, and run the graphs from now on.
@@ -68,14 +67,14 @@ class GenerationSteps:
         Raises:
             UserError: when the back end can't run here (no C++ compiler, no torchair), or as run_eager() does.
         """
-        self._set_deterministic(deterministic)
-        same = same_steps_in_every_mode(self) if deterministic else None
-        self.steps = same or CompiledSteps(self, graph_options or GraphOptions())
+        self.steps = self._deterministic_steps(deterministic) or CompiledSteps(self, graph_options or GraphOptions())
 
-    def _set_deterministic(self, deterministic: bool) -> None:
+    def _deterministic_steps(self, deterministic: bool) -> EagerSteps | None:
+        """Note what was asked for; the steps that serve it in every mode, where there are such."""
         if deterministic and not self.options.fixed_kv_cache:
             raise UserError("deterministic needs fixed_kv_cache: rows of a growing cache share their columns")
         self.deterministic = deterministic
+        return same_steps_in_every_mode(self) if deterministic else None
 
     def new_cache(self, batch: int, capacity: int) -> FixedKVCache | GrowingKVCache:
         """An empty KV cache for `batch` rows of up to `capacity` tokens (prompt and new ones together).
