@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ HandlerType = Literal["check", "fix"]
 PertMode = Literal[
     "improve_precision", "add_noise", "bit_noise", "change_value", "no_change", "to_cpu", "round_mode", "condition"
 ]
+PERT_MODES: tuple[PertMode, ...] = get_args(PertMode)
 FuzzDevice = Literal["npu", "cpu"]
 FuzzStage = Literal["forward", "backward"]
 FuzzLevel = Literal["L1"]

@@ -26,17 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from precision import PrecisionDebugger
 from precision.free_benchmark.checker import Checker
+from precision.free_benchmark.config import PERT_MODES
 
-MODES = (
-    "improve_precision",
-    "add_noise",
-    "bit_noise",
-    "change_value",
-    "no_change",
-    "to_cpu",
-    "round_mode",
-    "condition",
-)
 TEXT = Path(__file__).resolve().parents[2] / "README.md"
 # columns that a kernel sums before it rounds to bfloat16
 K_BLOCK = 16
@@ -164,7 +155,7 @@ def main(model_path: str, tokens: int, threads: int) -> None:
             click.echo(f"{name:30}{fault:30}{dict(verdicts)}")
     click.echo(f"found {found} of {planted} ({found / planted:.1%})")
     model = Qwen2ForCausalLM.from_pretrained(model_path, torch_dtype=torch.bfloat16, attn_implementation="eager").eval()
-    for mode in MODES:
+    for mode in PERT_MODES:
         summary = healthy(model, ids, mode)
         flagged = sum(summary.flagged.values())
         click.echo(f"healthy, {mode:20}flagged {flagged} of {summary.checked} ({flagged / summary.checked:.2%})")

@@ -115,7 +115,8 @@ def compare(name: str, runs: dict[str, Callable[[], Any]], rounds: int) -> None:
         print(f"    {tool:12} CPU {texts[0]}   wall {texts[1]}", flush=True)
 
 
-def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, peer: bool) -> None:
+def small_model() -> Any:
+    """Four layers, bfloat16, 45 MiB."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -126,9 +127,13 @@ def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, pe
         num_attention_heads=8,
         num_key_value_heads=2,
     )
+    return Qwen2ForCausalLM(config).bfloat16()
+
+
+def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, peer: bool) -> None:
     torch.manual_seed(0)
-    blank = Qwen2ForCausalLM(config).bfloat16()
-    ids = torch.randint(0, config.vocab_size, (1, 256))
+    blank = small_model()
+    ids = torch.randint(0, blank.config.vocab_size, (1, 256))
 
     def trainer(attach: Callable[[Any, Any], Callable[[], None]]) -> Callable[[], None]:
         model = copy.deepcopy(blank)

@@ -19,7 +19,7 @@ from typing import Any, Callable
 
 import click
 import torch
-from measure_monitor import OPS, SETTINGS, TWO_LAYERS
+from measure_monitor import OPS, SETTINGS, TWO_LAYERS, small_model
 
 from precision.monitor import Monitor
 
@@ -105,20 +105,12 @@ def generating(model_path: str, tokens: int, scratch: Path, rounds: int) -> None
 @click.option("--model_path", default=None)
 @click.option("--tokens", default=24)
 def main(rounds: int, model_path: str | None, tokens: int) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     scratch = Path(tempfile.mkdtemp(prefix="monitor-memory-"))
-    config = Qwen2Config(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-    training("4 layers", Qwen2ForCausalLM(config).bfloat16(), SETTINGS, scratch, rounds)
+    training("4 layers", small_model(), SETTINGS, scratch, rounds)
     if model_path:
         generating(model_path, tokens, scratch, rounds)
         model = Qwen2ForCausalLM.from_pretrained(model_path, torch_dtype=torch.bfloat16)

@@ -12,6 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 OPS = ("norm", "min", "max", "mean", "zeros", "nans")
+EVERYTHING: dict[str, Any] = {
+    "all_xy": True,
+    "xy_distribution": True,
+    "wg_distribution": True,
+    "mv_distribution": True,
+    "param_distribution": True,
+}
 
 
 class Branches(nn.Module):

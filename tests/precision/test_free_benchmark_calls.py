@@ -15,18 +15,9 @@ from modules import Net
 from torch import Tensor, nn
 
 from precision import PrecisionDebugger, PrecisionError
+from precision.free_benchmark.config import PERT_MODES
 
-FORWARD_MODES = [
-    "improve_precision",
-    "add_noise",
-    "bit_noise",
-    "change_value",
-    "no_change",
-    "to_cpu",
-    "round_mode",
-    "condition",
-]
-BACKWARD_MODES = FORWARD_MODES[:6]
+BACKWARD_MODES = PERT_MODES[:6]
 PEER_COLUMNS = "rank,pert_mode,stage,step,api_name,max_rel,dtype,shape,output_index"
 
 
@@ -77,11 +68,10 @@ def train(tool: PrecisionDebugger | None) -> list[Tensor]:
     return [result.detach(), x.grad, torch.rand(3), *gradients]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("mode", FORWARD_MODES)
+@pytest.mark.parametrize(
+    ("stage", "mode"), [*(("forward", mode) for mode in PERT_MODES), *(("backward", mode) for mode in BACKWARD_MODES)]
+)
 def test_results_gradients_and_random_numbers_stay_the_same_bit_for_bit(tmp_path: Path, mode: str, stage: str) -> None:
-    if stage == "backward" and mode not in BACKWARD_MODES:
-        pytest.skip("forward only")
     checked = train(debugger(tmp_path, pert_mode=mode, fuzz_stage=stage))
     for plain, seen in zip(train(None), checked):
         assert torch.equal(plain, seen)

@@ -13,18 +13,9 @@ from torch import Tensor
 
 from precision import PrecisionDebugger
 from precision.free_benchmark import limits
+from precision.free_benchmark.config import PERT_MODES
 from precision.free_benchmark.distance import distance
 
-MODES = [
-    "improve_precision",
-    "add_noise",
-    "bit_noise",
-    "change_value",
-    "no_change",
-    "to_cpu",
-    "round_mode",
-    "condition",
-]
 NOISY = {"add_noise", "bit_noise", "change_value"}
 
 
@@ -110,7 +101,7 @@ WELL_CONDITIONED = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PERT_MODES)
 @pytest.mark.parametrize("name", list(WELL_CONDITIONED))
 def test_a_right_kernel_on_well_conditioned_inputs_is_never_flagged(tmp_path: Path, mode: str, name: str) -> None:
     function, x = WELL_CONDITIONED[name]
@@ -118,7 +109,7 @@ def test_a_right_kernel_on_well_conditioned_inputs_is_never_flagged(tmp_path: Pa
     assert verdicts(rows) == {"ok"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PERT_MODES)
 @pytest.mark.parametrize("name", list(ILL_CONDITIONED))
 def test_ill_conditioned_inputs_are_told_from_a_wrong_kernel(tmp_path: Path, mode: str, name: str) -> None:
     function, x = ILL_CONDITIONED[name]
@@ -127,7 +118,7 @@ def test_ill_conditioned_inputs_are_told_from_a_wrong_kernel(tmp_path: Path, mod
     assert verdicts(rows) == ({"ill-conditioned"} if flagged else {"ok"})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PERT_MODES)
 def test_variance_as_a_difference_of_squares_is_a_bad_kernel(tmp_path: Path, mode: str) -> None:
     x = 1e5 + normal(4, 512)
     rows = check(tmp_path, {"kernel": textbook_variance}, lambda kernels: kernels.kernel(x), pert_mode=mode)

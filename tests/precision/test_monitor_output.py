@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from monitor_runs import OPS, Net, batches, by_name, loss_of, read
+from monitor_runs import EVERYTHING, OPS, Net, batches, by_name, loss_of, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from precision.monitor import Monitor
 from precision.monitor.__main__ import main
-
-EVERYTHING: dict[str, Any] = {
-    "all_xy": True,
-    "xy_distribution": True,
-    "wg_distribution": True,
-    "mv_distribution": True,
-    "param_distribution": True,
-}
 
 
 def train(folder: Path, steps: int = 3, monitor: Monitor | None = None, between: Any = None, **options: Any) -> Monitor:

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from monitor_runs import Net, assert_row, batches, by_name, loss_of, read
+from monitor_runs import EVERYTHING, Net, assert_row, batches, by_name, loss_of, read
 from torch import Tensor, nn
 
 from precision.monitor import Monitor
 
-EVERYTHING: dict[str, Any] = {
-    "all_xy": True,
-    "xy_distribution": True,
-    "wg_distribution": True,
-    "mv_distribution": True,
-    "param_distribution": True,
-    "page": False,
-}
+WATCHED: dict[str, Any] = {**EVERYTHING, "page": False}
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -96,7 +89,7 @@ def watched_run(
 ) -> tuple[Monitor, list[float]]:
     optimizer = optimizer_of(model)
     losses = []
-    monitor = Monitor(output_dir=folder, quiet=True, **{**EVERYTHING, **options})
+    monitor = Monitor(output_dir=folder, quiet=True, **{**WATCHED, **options})
     with monitor.watch(model, optimizer, grad_acc_steps=grad_acc_steps):
         for number, batch in enumerate(inputs):
             loss = loss_of(model(batch))
@@ -231,7 +224,7 @@ def test_a_recomputed_forward_isnt_counted_again(use_reentrant: bool, tmp_path: 
 def test_an_evaluation_between_two_steps_isnt_part_of_them(tmp_path: Path) -> None:
     model = Net()
     optimizer = optimizer_of(model)
-    with Monitor(output_dir=tmp_path, quiet=True, **EVERYTHING).watch(model, optimizer) as monitor:
+    with Monitor(output_dir=tmp_path, quiet=True, **WATCHED).watch(model, optimizer) as monitor:
         for batch in batches(2):
             loss_of(model(batch)).backward()
             with torch.no_grad():
