@@ -1,23 +1,24 @@
 """The regression of free-benchmark: what each setting costs, and what it checks, for nine model families.
 
-    python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 5] [--output table.csv]
-    python -m precision.free_benchmark.baseline --model_path DIR --tokens 128 [--peer]
+    python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 3] [--output table.csv]
+    python -m precision.free_benchmark.baseline --model_path DIR --tokens 128 [--peer] [--only "check softmax"]
 
 Prints, per model and setting, the median ratio of a step's time (CPU time without a GPU) to the plain step's, its
-range, the ratio of the peak memory, and how many calls were checked and results flagged. The reports are thrown away.
+range, the ratio of the peak memory (model, inputs and all that torch gives out during the step), and how many calls
+were checked and results flagged. The reports are thrown away.
 --peer adds a row for msprobe where it has the setting (see baseline_peer.py); it doesn't tell what it has checked.
 """
 
 from __future__ import annotations
 
 import csv
-import gc
 import io
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -27,16 +28,31 @@ from torch import Tensor, nn
 
 from precision.debugger import PrecisionDebugger
 from precision.errors import PrecisionError
+from precision.free_benchmark.baseline_memory import peak_bytes, ready_profiler
 from precision.free_benchmark.baseline_models import FAMILIES
 from precision.free_benchmark.baseline_peer import Peer, import_peer, peer_config
 from precision.free_benchmark.config import NOISE_MODES
 from precision.output import write_atomic
 
-COLUMNS = ("model", "setting", "tool", "time", "time min", "time max", "memory", "checked", "flagged", "not checked")
+COLUMNS = (
+    "model",
+    "setting",
+    "tool",
+    "time",
+    "time min",
+    "time max",
+    "rounds",
+    "memory",
+    "checked",
+    "flagged",
+    "not checked",
+)
+# Seconds after which a row goes without its remaining rounds.
+PATIENCE = 60.0
 
 
 class Measured(NamedTuple):
-    """One row of the table; time and memory are ratios to the plain step, memory NaN where it can't be measured.
+    """One row of the table; time and memory are ratios to the plain step.
 
     Counts are per step, and empty where the tool doesn't tell.
     """
@@ -47,6 +63,7 @@ class Measured(NamedTuple):
     time: float
     fastest: float
     slowest: float
+    rounds: int
     memory: float
     checked: Optional[int]
     flagged: int
@@ -78,31 +95,27 @@ def settings(apis: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def measure(
-    name: str,
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    setting: str,
-    options: Any,
-    rounds: int,
-    peer: bool,
-) -> list[Measured]:
-    """Measure one setting, plain and checked steps in turn; a second row for the peer, where asked for and possible."""
-    rows = []
-    section = peer_config(options) if peer else None
-    for who in ("ours", *(["peer"] if section is not None else [])):
-        folder = Path(tempfile.mkdtemp(prefix="baseline-"))
-        try:
-            tool: Any
-            if who == "ours":
-                tool = PrecisionDebugger(dump_path=folder, task="free_benchmark", quiet=True, **options)
-            else:
-                tool = Peer(folder, section or {})
-            times, memory = _ratios(model, batch, tool, rounds, training=options.get("fuzz_stage") == "backward")
-            counts = _counts(tool, rounds + 2)
-        finally:
-            shutil.rmtree(folder)
-        rows.append(Measured(name, setting, who, statistics.median(times), min(times), max(times), memory, *counts))
-    return rows
+    name: str, model: nn.Module, batch: dict[str, Tensor], setting: str, options: Any, rounds: int, who: str
+) -> Measured:
+    """Measure one setting, plain and checked steps in turn.
+
+    Args:
+        rounds: fewer are made where they would take longer than PATIENCE.
+        who: "ours" or "peer"; the peer must have the setting (see peer_config).
+    """
+    folder = Path(tempfile.mkdtemp(prefix="baseline-"))
+    try:
+        tool: Any
+        if who == "ours":
+            tool = PrecisionDebugger(dump_path=folder, task="free_benchmark", quiet=True, **options)
+        else:
+            tool = Peer(folder, peer_config(options) or {})
+        times, memory = _ratios(model, batch, tool, rounds, training=options.get("fuzz_stage") == "backward")
+        counts = _counts(tool, len(times) + 1)
+    finally:
+        shutil.rmtree(folder)
+    time_figures = (statistics.median(times), min(times), max(times), len(times))
+    return Measured(name, setting, who, *time_figures, memory, *counts)
 
 
 def _ratios(
@@ -124,11 +137,14 @@ def _ratios(
         tool.step()
 
     plain()
-    checked()
-    plain_peak, checked_peak = _peak_of(plain), _peak_of(checked)
-    ratios = []
-    for _ in range(rounds):
-        before, during, after = _seconds(plain), _seconds(checked), _seconds(plain)
+    held = [*model.parameters(), *model.buffers(), *batch.values()]
+    device = held[0].device
+    # the tool's first step: what it makes once and keeps counts as well
+    plain_peak, checked_peak = (peak_bytes(work, held, device) for work in (plain, checked))
+    ratios: list[float] = []
+    start = time.perf_counter()
+    while len(ratios) < rounds and (not ratios or time.perf_counter() - start < PATIENCE):
+        before, during, after = (_seconds(work, device) for work in (plain, checked, plain))
         ratios.append(2 * during / (before + after))
     return ratios, checked_peak / plain_peak
 
@@ -142,46 +158,55 @@ def _counts(tool: Any, steps: int) -> tuple[Optional[int], int, Optional[int]]:
     return (summary.checked or summary.replaced) // steps, sum(summary.flagged.values()) // steps, unchecked // steps
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    """Time of work: the clock's with a GPU, else the process's own, which other processes hardly disturb."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    start = clock()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return clock() - start
-
-
-def _peak_of(work: Callable[[], None]) -> float:
-    """Peak bytes during work: of the GPU where there is one, else of the process where the system tells."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Time of work: on a host the process's own, which other processes hardly disturb; else the clock's."""
+    if device.type == "cpu":
+        start = time.process_time()
         work()
-        return float(torch.cuda.max_memory_allocated())
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    try:
-        reset.write_text("5")
-    except OSError:
-        return float("nan")
+        return time.process_time() - start
+    accelerator = getattr(torch, device.type)
+    accelerator.synchronize()
+    start = time.perf_counter()
     work()
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return float(line.split()[1]) * 1024
+    accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _subject(
+    name: str, model_path: Optional[Path], tokens: int, device: str
+) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
+    """A model in bfloat16, its inputs, and the APIs of its own row: the family of this name, or a checkpoint's."""
+    torch.manual_seed(0)
+    family = FAMILIES["LLaMA2" if model_path is not None else name]
+    model = _real_model(model_path) if model_path is not None else family.make().bfloat16()
+    batch = {
+        key: value.to(device, torch.bfloat16 if value.is_floating_point() else value.dtype)
+        for key, value in family.batch(tokens).items()
+    }
+    return model.to(device), batch, family.apis
 
 
 def _real_model(path: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, torch_dtype=torch.bfloat16, attn_implementation="eager"
-    )
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, torch_dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    except OSError as error:
+        raise click.UsageError(f"{path} holds no checkpoint: {str(error).splitlines()[0]}") from error
     return model
+
+
+def _chosen(setting: str, only: tuple[str, ...], known: dict[str, Any]) -> bool:
+    """Whether a setting is named or, by a text that is no setting's whole name, contained."""
+    return not only or setting in only or any(text in setting for text in only if text not in known)
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--models", default=",".join(FAMILIES), help="Families, separated by commas.")
 @click.option("--model_path", type=click.Path(path_type=Path, exists=True), help="A checkpoint instead, bfloat16.")
-@click.option("--only", default="", help="Settings whose name contains this.")
+@click.option("--only", multiple=True, help="A setting, or settings whose name contains this; may be repeated.")
 @click.option("--tokens", default=64, type=click.IntRange(min=2))
 @click.option("--rounds", default=5, type=click.IntRange(min=1))
 @click.option("--threads", default=1, type=click.IntRange(min=1))
@@ -192,7 +217,7 @@ def _real_model(path: Path) -> nn.Module:
 def main(
     models: str,
     model_path: Optional[Path],
-    only: str,
+    only: tuple[str, ...],
     tokens: int,
     rounds: int,
     threads: int,
@@ -212,24 +237,25 @@ def main(
             import_peer()
         except PrecisionError as error:
             raise click.UsageError(str(error)) from error
+    known = settings(tuple(api for family in FAMILIES.values() for api in family.apis))
+    if not any(_chosen(setting, only, known) for setting in known):
+        raise click.UsageError(f"no setting contains {' or '.join(only)}; there are {', '.join(known)}")
     torch.set_num_threads(threads)
+    ready_profiler()
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
     for name in [model_path.name] if model_path is not None else models.split(","):
-        family = FAMILIES.get(name) if model_path is None else None
-        torch.manual_seed(0)
-        model = (_real_model(model_path) if model_path is not None else FAMILIES[name].make().bfloat16()).to(device)
-        batch = (family or FAMILIES["LLaMA2"]).batch(tokens)
-        batch = {
-            key: value.to(device, torch.bfloat16 if value.is_floating_point() else value.dtype)
-            for key, value in batch.items()
-        }
-        for setting, options in settings(family.apis if family else ()).items():
-            if only not in setting:
+        model, batch, apis = _subject(name, model_path, tokens, device)
+        for setting, options in settings(apis).items():
+            if not _chosen(setting, only, known):
                 continue
             ready = model.train("backward" in setting)
-            for row in measure(name, ready, batch, setting, options, rounds, peer):
+            for who in ("ours", *(["peer"] if peer and peer_config(options) is not None else [])):
+                # a thread of its own has a short stack: the peer walks through all of it at every call, and takes ten
+                # times as long where it meets the frames of python -m, of which inspect finds no source
+                with ThreadPoolExecutor(1) as thread:
+                    row = thread.submit(measure, name, ready, batch, setting, options, rounds, who).result()
                 writer.writerow(row)
                 click.echo(_line(row))
     if output is not None:
@@ -239,8 +265,9 @@ def main(
 def _line(row: Measured) -> str:
     checked, unchecked = ("-" if count is None else count for count in (row.checked, row.unchecked))
     return (
-        f"{row.model:16}{row.setting:60}{row.tool:5}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f})  "
-        f"memory {row.memory:5.2f}  checked {checked:>5}  flagged {row.flagged:4}  not checked {unchecked}"
+        f"{row.model:16}{row.setting:60}{row.tool:5}time {row.time:6.2f} ({row.fastest:.2f} .. {row.slowest:.2f}) "
+        f"in {row.rounds}  memory {row.memory:5.2f}  checked {checked:>5}  flagged {row.flagged:4}  "
+        f"not checked {unchecked}"
     )
 
 

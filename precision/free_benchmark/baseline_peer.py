@@ -70,9 +70,11 @@ class Peer:
             if getattr(kind, "_instance", None) is not None:
                 kind._instance = None
         self._tool = debugger(config_path=str(path))
+        self._apis = self._tool.service.api_register
 
     def start(self, model: nn.Module) -> Peer:
         self._tool.start(model=model)
+        self._apis.register_all_api()
         return self
 
     def __enter__(self) -> Peer:
@@ -82,6 +84,8 @@ class Peer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tool.stop()
+        # it leaves torch's functions wrapped; plain steps, ours and its own next setting would run through them
+        self._apis.restore_all_api()
 
     def step(self) -> None:
         self._tool.step()

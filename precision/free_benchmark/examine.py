@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Tuple
+from typing import Any, Callable, Iterator, Tuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from precision.dump.known_tensors import KnownTensors
 from precision.free_benchmark import findings, limits
 from precision.free_benchmark.config import NOISE_MODES, PRECISE_MODES, FreeBenchmarkConfig
-from precision.free_benchmark.distance import ZERO, Distance, distance, norm_of, same_bits
+from precision.free_benchmark.distance import CHUNK, ZERO, Distance, distance, norm_of, same_bits
 from precision.free_benchmark.findings import Finding
 from precision.free_benchmark.perturb import (
     Noise,
@@ -24,7 +24,7 @@ from precision.free_benchmark.perturb import (
 )
 from precision.free_benchmark.pieces import Piece, piece, piece_count
 from precision.free_benchmark.rerun import Call, CannotRerunError, widen, widest
-from precision.free_benchmark.rounding import ROUND_MODES, round_to
+from precision.free_benchmark.rounding import ROUND_MODES, Agreement, agreement
 from precision.interception import tensors_in
 
 # Changes a tensor, and measures how much: (tensor, changed tensor) to relative change.
@@ -86,35 +86,33 @@ class Examiner:
         self, call: Call, result: Any, part: int | None = None, device: torch.device | None = None
     ) -> list[Finding]:
         """Compare with the result in a wider precision, on `device` where given."""
-        args, _ = call.args, call.kwargs
-        count = piece_count(call.name, args)
-        numbers = range(count) if part is None else [part % count]
         joined: dict[int, tuple[Distance, float]] = {}
         outputs = outputs_of(result)
-        for number in numbers:
-            cut = piece(call.name, number, count, *call.fresh())
-            wider = self._wider(call, cut, device)
-            again = self._again_wider(call, wider, device)
+        for cut, wider, again in self._wider_pieces(call, part, device):
             condition = math.nan
             for place, ours, theirs in _pairs(cut.of(result), again):
                 gap = distance(ours, theirs)
                 if gap.worst > limits.precision_limit(_dtype(call, ours), call.name) and math.isnan(condition):
                     condition = self._probe(call, wider, again, device, worst=True)
                 before = joined.get(place, (ZERO, math.nan))
-                known = [value for value in (before[1], condition) if not math.isnan(value)]
-                joined[place] = (before[0].joined(gap), max(known, default=math.nan))
-            del wider, again
+                joined[place] = (before[0].joined(gap), _larger(before[1], condition))
         return [
             _against_rounding(call, place, outputs[place], gap.worst, condition)
             for place, (gap, condition) in joined.items()
         ]
 
-    def _wider(self, call: Call, cut: Piece, device: torch.device | None) -> tuple[Any, Any]:
-        target = widest((cut.args, cut.kwargs))
-        if target is None:
-            raise CannotRerunError(NO_FLOATS)
-        args, kwargs = widen((cut.args, cut.kwargs), target, device)
-        return args, kwargs
+    def _wider_pieces(
+        self, call: Call, part: int | None, device: torch.device | None
+    ) -> Iterator[tuple[Piece, tuple[Any, Any], Any]]:
+        """The pieces of a call, or only this one: each with its arguments in a wider precision and their result."""
+        count = piece_count(call.name, call.args)
+        for number in range(count) if part is None else [part % count]:
+            cut = piece(call.name, number, count, *call.fresh())
+            target = widest((cut.args, cut.kwargs))
+            if target is None:
+                raise CannotRerunError(NO_FLOATS)
+            wider = widen((cut.args, cut.kwargs), target, device)
+            yield cut, wider, self._again_wider(call, wider, device)
 
     def _again_wider(self, call: Call, wider: tuple[Any, Any], device: torch.device | None) -> Any:
         reference = self.references.get(call.key) if device is not None else None
@@ -186,37 +184,41 @@ class Examiner:
     # what the result says of its own rounding and of its inputs
 
     def _rounding(self, call: Call, result: Any) -> list[Finding]:
-        wider = self._wider(call, Piece(*call.fresh(), None), None)
-        found = []
-        for place, ours, theirs in _pairs(result, self._again_wider(call, wider, None)):
-            if ours.is_floating_point() and torch.finfo(theirs.dtype).bits > torch.finfo(ours.dtype).bits:
-                found.append(_rounding_finding(place, ours, theirs))
-        if not found:
+        outputs = outputs_of(result)
+        counted: dict[int, Agreement] = {}
+        for cut, _, again in self._wider_pieces(call, None, None):
+            for place, ours, theirs in _pairs(cut.of(result), again):
+                if ours.is_floating_point() and torch.finfo(theirs.dtype).bits > torch.finfo(ours.dtype).bits:
+                    # in parts: every mode takes several copies of the result
+                    for one, other in zip(ours.reshape(-1).split(CHUNK), theirs.reshape(-1).split(CHUNK)):
+                        counted[place] = counted.get(place, Agreement()).joined(agreement(one, other))
+        if not counted:
             raise CannotRerunError("its result is not narrower than the one it is compared with")
-        return found
+        return [_rounding_finding(place, outputs[place], agreed) for place, agreed in counted.items()]
 
     def _condition(self, call: Call, result: Any) -> list[Finding]:
-        wider = self._wider(call, Piece(*call.fresh(), None), None)
-        again = self._again_wider(call, wider, None)
-        number = self._probe(call, wider, again, None, worst=False)
-        found = []
-        for place, ours, theirs in _pairs(result, again):
-            if not ours.is_floating_point():
-                continue
-            gap = distance(ours, theirs).worst
-            local = number if gap <= limits.precision_limit(_dtype(call, ours), call.name) else math.nan
-            if math.isnan(local):
-                local = self._probe(call, wider, again, None, worst=True)
-            finding = _against_rounding(call, place, ours, gap, local)._replace(condition=number)
-            if not finding.flagged and number > limits.CONDITION:
-                finding = finding._replace(
-                    verdict=findings.ILL_CONDITIONED,
-                    reason=f"a change of its inputs comes out {number:.3g} times as large, and the kernel is right",
-                )
-            found.append(finding)
-        if not found:
+        """A call in pieces is as ill-conditioned as the worst of them."""
+        outputs = outputs_of(result)
+        joined: dict[int, tuple[float, float]] = {}
+        number = 0.0
+        for cut, wider, again in self._wider_pieces(call, None, None):
+            overall = self._probe(call, wider, again, None, worst=False)
+            number = max(number, overall)
+            for place, ours, theirs in _pairs(cut.of(result), again):
+                if not ours.is_floating_point():
+                    continue
+                gap = distance(ours, theirs).worst
+                local = overall
+                if gap > limits.precision_limit(_dtype(call, ours), call.name):
+                    local = self._probe(call, wider, again, None, worst=True)
+                before = joined.get(place, (0.0, math.nan))
+                joined[place] = (max(before[0], gap), _larger(before[1], local))
+        if not joined:
             raise CannotRerunError(NO_RESULT)
-        return found
+        return [
+            _condition_finding(call, place, outputs[place], gap, local, number)
+            for place, (gap, local) in joined.items()
+        ]
 
 
 def _cut(call: Call, part: int | None) -> Piece:
@@ -306,18 +308,26 @@ def noise_finding(place: int, output: Tensor, error: float, made: float) -> Find
     return finding._replace(verdict=findings.ILL_CONDITIONED, reason=reason)
 
 
-def _rounding_finding(place: int, output: Tensor, exact: Tensor) -> Finding:
-    inexact = output.to(exact.dtype) != exact
-    # what is off by more than the two neighbours was not rounded once
-    near = (round_to(exact, output.dtype, "floor") == output) | (round_to(exact, output.dtype, "ceil") == output)
-    inexact &= near & torch.isfinite(exact)
+def _larger(one: float, other: float) -> float:
+    """The larger of two numbers; NaN stands for none."""
+    return max((value for value in (one, other) if not math.isnan(value)), default=math.nan)
+
+
+def _condition_finding(call: Call, place: int, output: Tensor, error: float, local: float, number: float) -> Finding:
+    """A result held against one in a wider precision, and its condition number; `local` is that of its worst block."""
+    finding = _against_rounding(call, place, output, error, local)._replace(condition=number)
+    if finding.flagged or number <= limits.CONDITION:
+        return finding
+    reason = f"a change of its inputs comes out {number:.3g} times as large, and the kernel is right"
+    return finding._replace(verdict=findings.ILL_CONDITIONED, reason=reason)
+
+
+def _rounding_finding(place: int, output: Tensor, agreed: Agreement) -> Finding:
     limit = 1 - limits.AGREEMENT
-    count = int(inexact.sum())
+    count = agreed.inexact
     if count == 0:
         return _finding(place, output, 0.0, limit)._replace(reason="every element is exact or rounded more than once")
-    shares = {
-        mode: float(((round_to(exact, output.dtype, mode) == output) & inexact).sum()) / count for mode in ROUND_MODES
-    }
+    shares = {mode: agreeing / count for mode, agreeing in zip(ROUND_MODES, agreed.modes)}
     text = ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
     reason = f"{count / output.numel():.0%} of the elements hang on the rounding; agreement: {text}"
     finding = _finding(place, output, 1 - max(shares["rint"], shares["away"]), limit)._replace(reason=reason)

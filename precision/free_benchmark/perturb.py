@@ -77,8 +77,8 @@ class Noise:
             return self._tables[dtype, device]
         except KeyError:
             generator = torch.Generator().manual_seed(self._seed)
-            uniform = torch.rand(TABLE, generator=generator, dtype=torch.float64)
-            table = (1 - amplitude(dtype) * uniform).to(dtype).to(device)
+            factors = torch.rand(TABLE, generator=generator, dtype=torch.float64)
+            table = factors.mul_(-amplitude(dtype)).add_(1).to(dtype).to(device)
             self._tables[dtype, device] = table
             return table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,29 @@ def round_to(values: Tensor, dtype: torch.dtype, mode: str) -> Tensor:
         return torch.where((below.view(_integer(dtype)) & 1) == 1, below, above)
     tie = (values - below.to(values.dtype)) == (above.to(values.dtype) - values)
     return torch.where(tie, outward, nearest)
+
+
+class Agreement(NamedTuple):
+    """
+    Attributes:
+        inexact: elements that were rounded, once.
+        modes: how many of them each of ROUND_MODES gives.
+    """
+
+    inexact: int = 0
+    modes: tuple[int, ...] = (0,) * len(ROUND_MODES)
+
+    def joined(self, other: Agreement) -> Agreement:
+        return Agreement(self.inexact + other.inexact, tuple(map(sum, zip(self.modes, other.modes))))
+
+
+def agreement(result: Tensor, exact: Tensor) -> Agreement:
+    """Which rounding modes explain a result, given the same in a wider dtype."""
+    rounded = [round_to(exact, result.dtype, mode) == result for mode in ROUND_MODES]
+    # what is off by more than the two neighbours was not rounded once
+    near = rounded[ROUND_MODES.index("floor")] | rounded[ROUND_MODES.index("ceil")]
+    inexact = (result.to(exact.dtype) != exact) & near & torch.isfinite(exact)
+    return Agreement(int(inexact.sum()), tuple(int((agrees & inexact).sum()) for agrees in rounded))
 
 
 def _neighbour(values: Tensor, direction: int) -> Tensor:
