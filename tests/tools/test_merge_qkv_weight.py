@@ -457,12 +457,14 @@ def start(*arguments: object, script: Path = TOOL) -> subprocess.Popen[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and peak memory as Linux has them")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_conversion_leaves_nothing_that_loads(large: Path, tmp_path: Path, number: int) -> None:
-    # slowed down, or it may be done before a busy machine runs this process again
+    # Slowed down, or it may be done before a busy machine runs this process again. And interrupts as a terminal's user
+    # has them: what a shell starts in the background, these tests included, is started without.
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import runpy, sys, time\n"
+        "import runpy, signal, sys, time\n"
         "from rich.progress import Progress\n"
         "Progress.advance = lambda *arguments: time.sleep(0.05)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
