@@ -42,7 +42,7 @@ class Recorder:
         self.active = False
         self._selection = Selection(config)
         self._statistics = StatisticsBatch(checksum=config.summary_mode == "md5")
-        self._files = TensorFiles()
+        self._files = TensorFiles(compress=self.config.compress)
         self._lock = threading.RLock()
         self._modules: RunningModules | None = None
         self._handles: list[Any] = []

@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import threading
+import zipfile
 from pathlib import Path
 
 import torch
@@ -19,17 +20,24 @@ MEMORY_LIMIT = 192 << 20
 # From this size on a tensor is written at once, without a copy.
 DIRECT_BYTES = 48 << 20
 WRITERS = 2
+# zlib's level with `compress`: bfloat16 weights are as small at 2 as at 9, and done in a third of the time.
+COMPRESSION = 2
 
 
 class TensorFiles:
     """Saves tensors as <folder>/<name>.pt; a content that was saved before becomes a hard link to its file.
+
+    Args:
+        compress: deflate the entries of each file's archive. torch.load reads such files as any other (but not with
+            mmap=True); writing them is bound by the processor, not by the disk.
 
     Attributes:
         written, linked, copied: numbers of files; bytes_written: of new files.
         failure: the first error that kept a file from being written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compress: bool = False) -> None:
+        self._compress = compress
         self.written = self.linked = self.copied = self.bytes_written = 0
         self.failure: str | None = None
         self.failed: set[str] = set()
@@ -117,6 +125,8 @@ class TensorFiles:
         temporary = path.with_name(f".{path.name}.part")
         try:
             torch.save(tensor, temporary)
+            if self._compress:
+                _deflate(temporary)
             os.replace(temporary, path)
         except (OSError, RuntimeError) as error:
             # torch reports a full disk as a RuntimeError of its archive writer
@@ -159,6 +169,23 @@ def raise_failure(files: TensorFiles) -> None:
         raise PrecisionError(
             f"{files.failure}; make room, or set on_write_error to 'continue' to go on without tensors"
         )
+
+
+def _deflate(path: Path) -> None:
+    """Write the archive anew with compressed entries."""
+    smaller = path.with_name(f"{path.name}.deflated")
+    try:
+        with (
+            zipfile.ZipFile(path) as archive,
+            zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=COMPRESSION) as target,
+        ):
+            for name in archive.namelist():
+                with archive.open(name) as source, target.open(name, "w") as entry:
+                    shutil.copyfileobj(source, entry, 1 << 20)
+        os.replace(smaller, path)
+    except OSError:
+        smaller.unlink(missing_ok=True)
+        raise
 
 
 def _compact(host: Tensor) -> Tensor:

@@ -25,20 +25,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from precision import PrecisionDebugger
 
-SETTINGS: dict[str, dict[str, str]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "statistics L0": {"level": "L0"},
     "statistics L1": {"level": "L1"},
     "statistics mix": {"level": "mix"},
     "checksum L1": {"level": "L1", "summary_mode": "md5"},
 }
-TENSOR = {"tensor L1": {"level": "L1", "task": "tensor"}}
+TENSOR = {"level": "L1", "task": "tensor"}
 
 
-def ours(folder: Path, setting: dict[str, str]) -> Any:
+def ours(folder: Path, setting: dict[str, Any]) -> Any:
     return PrecisionDebugger(dump_path=folder, quiet=True, **setting)
 
 
-def peers(folder: Path, setting: dict[str, str]) -> Any:
+def ours_compressed(folder: Path, setting: dict[str, Any]) -> Any:
+    return ours(folder, {**setting, "compress": True})
+
+
+def peers(folder: Path, setting: dict[str, Any]) -> Any:
     from msprobe.pytorch import PrecisionDebugger as Peer
 
     task = setting.get("task", "statistics")
@@ -124,15 +128,22 @@ def main(
         values = sorted(value / statistics.median(plain) for value in stopped)
         print(f"{'':16} plain forward {1000 * base:.0f} ms, after stop() {statistics.median(values):.2f}", flush=True)
     if tensor:
-        for tool, make in tools.items():
+        first: dict[str, int] = {}
+        for tool, make in {"peer": tools.get("peer"), "ours": ours, "ours, compressed": ours_compressed}.items():
+            if make is None:
+                continue
             folder = scratch / f"{tool}-tensor"
-            debugger = make(folder, TENSOR["tensor L1"])
+            debugger = make(folder, TENSOR)
+            known: set[int] = set()
             for number in range(2):
                 seconds = timed(lambda debugger=debugger: step(debugger, model, run))
                 files = {path.stat().st_ino: path.stat().st_size for path in (folder / f"step{number}").rglob("*.pt")}
-                earlier = {path.stat().st_ino for path in (folder / "step0").rglob("*.pt")} if number else set()
-                size = sum(value for inode, value in files.items() if inode not in earlier)
-                print(f"tensor L1 {tool}, step {number}: {seconds:.2f} s, {size / 1e6:.0f} MB new", flush=True)
+                size = sum(value for inode, value in files.items() if inode not in known)
+                known |= files.keys()
+                first.setdefault(tool, size)
+                share = f", {100 * size / first['peer']:.1f} % of the peer's first" if "peer" in first else ""
+                print(f"tensor L1 {tool}, step {number}: {seconds:.2f} s, {size / 1e6:.0f} MB new{share}", flush=True)
+            shutil.rmtree(folder)
     shutil.rmtree(scratch)
 
 

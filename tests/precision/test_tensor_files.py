@@ -40,8 +40,9 @@ def load(folder: Path, name: str, step: int = 0) -> torch.Tensor:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}-{tensor.layout}".replace("torch.", ""),
 )
-def test_every_kind_of_tensor_comes_back(tensor: torch.Tensor, tmp_path: Path) -> None:
-    files = TensorFiles()
+@pytest.mark.parametrize("compress", [False, True])
+def test_every_kind_of_tensor_comes_back(tensor: torch.Tensor, compress: bool, tmp_path: Path) -> None:
+    files = TensorFiles(compress=compress)
     with_checksums = (
         torch.serialization.get_crc32_options() if hasattr(torch.serialization, "get_crc32_options") else None
     )
@@ -95,6 +96,33 @@ def test_equal_contents_are_written_once_and_keep_their_names(tmp_path: Path) ->
         model(torch.ones(2, 4))
     changed = load(tmp_path, "Functional.linear.1.forward.input.1", step=2)
     assert torch.equal(changed, model.head.weight)
+
+
+def test_compressed_files_are_smaller_and_the_same_tensors(tmp_path: Path) -> None:
+    model, weight = torch.nn.Linear(256, 256, dtype=torch.bfloat16), "Functional.linear.0.forward.input.1"
+    sizes = []
+    for compress in (False, True):
+        folder = tmp_path / str(compress)
+        with debugger(folder, level="mix", compress=compress).start(model):
+            model(torch.ones(2, 256, dtype=torch.bfloat16))
+        assert torch.equal(load(folder, weight), model.weight)
+        files = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.pt")}
+        sizes.append(sum(files.values()))
+    assert sizes[1] < 0.85 * sizes[0]
+
+
+def test_a_disk_that_fills_while_compressing_leaves_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Any, target: Any, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_files.shutil, "copyfileobj", full)
+    files = TensorFiles(compress=True)
+    files.save(torch.ones(3), tmp_path / "a.pt")
+    files.finish()
+    assert files.failure is not None and "No space left on device" in files.failure
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
