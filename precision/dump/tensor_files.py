@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import queue
 import shutil
@@ -93,7 +94,10 @@ class TensorFiles:
         self._known.next_step()
 
     def _leave_out_checksums(self) -> None:
-        """Until finish(), for all of torch.save: nothing reads a .pt file's checksums, and they take half the time."""
+        """Until finish(), for all of torch.save: torch.load reads no checksums, and they take half the time."""
+        if self._compress:
+            # zipfile does read them, where entries are compressed
+            return
         if self._checksums is None and hasattr(torch.serialization, "set_crc32_options"):
             self._checksums = torch.serialization.get_crc32_options()
             torch.serialization.set_crc32_options(False)
@@ -105,7 +109,9 @@ class TensorFiles:
 
     def _start_threads(self) -> None:
         if not self._threads:
-            self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(WRITERS)]
+            # newer releases of torch keep the option about checksums per context
+            contexts = [contextvars.copy_context() for _ in range(WRITERS)]
+            self._threads = [threading.Thread(target=each.run, args=(self._work,), daemon=True) for each in contexts]
             for thread in self._threads:
                 thread.start()
 

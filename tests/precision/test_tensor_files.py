@@ -121,8 +121,24 @@ def test_a_disk_that_fills_while_compressing_leaves_no_half_file(
     files = TensorFiles(compress=True)
     files.save(torch.ones(3), tmp_path / "a.pt")
     files.finish()
-    assert files.failure is not None and "No space left on device" in files.failure
+    assert "No space left on device" in str(files.failure)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "get_crc32_options"), reason="this torch always makes checksums")
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20])
+def test_no_time_goes_into_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_bytes: int) -> None:
+    seen = []
+    save = torch.save
+    monkeypatch.setattr(tensor_files, "DIRECT_BYTES", direct_bytes)
+    monkeypatch.setattr(
+        torch, "save", lambda *given: (seen.append(torch.serialization.get_crc32_options()), save(*given))
+    )
+    files = TensorFiles()
+    files.save(torch.ones(3), tmp_path / "a.pt")
+    files.finish()
+    assert seen == [False]
+    assert torch.serialization.get_crc32_options()
 
 
 def test_memory_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
