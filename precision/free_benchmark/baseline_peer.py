@@ -1,6 +1,9 @@
 """msprobe's free-benchmark, which left it after release 8.3, as a second tool in the table of baseline.py.
 
-It needs an environment of its own: pip install mindstudio-probe==8.3.3 "numpy<2" beside what this package needs.
+Its pins must not touch this package's environment, so it goes into a folder of its own:
+
+    pip install --target peer "mindstudio-probe==8.3.3" "numpy<2"
+    PYTHONPATH=peer python -m precision.free_benchmark.baseline --peer
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def import_peer() -> Any:
         importlib.import_module("msprobe.pytorch.free_benchmark")
         return importlib.import_module("msprobe.pytorch").PrecisionDebugger
     except ImportError as error:
-        hint = 'in an environment of its own, pip install mindstudio-probe==8.3.3 "numpy<2"'
+        hint = 'pip install --target peer mindstudio-probe==8.3.3 "numpy<2", then set PYTHONPATH=peer'
         raise PrecisionError(f"the peer can't be imported ({error}); {hint}") from error
 
 
