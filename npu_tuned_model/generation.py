@@ -17,6 +17,7 @@ from npu_tuned_model.deterministic import rows_computed_alike, same_steps_in_eve
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.frozen_gc import frozen_gc
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
+from npu_tuned_model.greedy import greedy_tokens, is_plain
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache
 
 _ALTERNATIVES = {
@@ -38,6 +39,7 @@ class GenerationSteps:
     model: Any
     options: Any
     steps: EagerSteps | CompiledSteps
+    generation_config: Any
     device: torch.device
     dtype: torch.dtype
     # which attention operators an NPU shall use: one of chip.ATTENTION
@@ -258,8 +260,14 @@ class GenerationSteps:
 
     def greedy_search(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Greedy search over a cache made for this generation."""
+        kwargs = self._with_cache(input_ids, kwargs)
+        for name in ("eos_token_id", "pad_token_id"):
+            if kwargs.get(name) is None:
+                kwargs[name] = getattr(self.generation_config, name)
         with frozen_gc() if self.freeze_gc else contextlib.nullcontext():
-            return super().greedy_search(input_ids, **self._with_cache(input_ids, kwargs))  # type: ignore[misc]
+            if is_plain(kwargs):
+                return greedy_tokens(self, input_ids, **kwargs)
+            return super().greedy_search(input_ids, **kwargs)  # type: ignore[misc]
 
     def sample(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Sampling over a cache made for this generation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import VOCABULARY, padded_batch, tuned_model
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from npu_tuned_model import TuningOptions, UserError
@@ -27,6 +27,9 @@ def pair(checkpoints):
         {"min_new_tokens": 5, "eos_token_id": 17},
         {"no_repeat_ngram_size": 2},
         {"bad_words_ids": [[5], [9]]},
+        {"max_time": 1e6},
+        {"eos_token_id": None},
+        {"return_dict_in_generate": True},
     ],
     ids=lambda arguments: "_".join(arguments) or "plain",
 )
@@ -36,6 +39,8 @@ def test_greedy_tokens_are_stocks(pair, lengths, arguments):
     arguments = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **arguments}
     expected = stock.generate(ids, attention_mask=mask, **arguments)
     actual = tuned.generate(ids, attention_mask=mask, **arguments)
+    if "return_dict_in_generate" in arguments:
+        expected, actual = expected.sequences, actual.sequences
     assert torch.equal(actual, expected)
     assert len(set(actual[0, ids.shape[1] :].tolist())) > 3  # not one token for ever
 
@@ -60,6 +65,13 @@ def test_sampled_tokens_are_stocks_under_the_same_seed(pair, arguments):
     torch.manual_seed(5)
     actual = tuned.generate(ids, attention_mask=mask, **arguments)
     assert torch.equal(actual, expected)
+
+
+def test_plain_greedy_search_needs_no_loop_of_transformers(pair, monkeypatch):
+    _, tuned = pair
+    ids, mask = padded_batch([6, 2])
+    monkeypatch.setattr(GenerationMixin, "greedy_search", lambda *given, **options: pytest.fail("transformers' loop"))
+    assert tuned.generate(ids, attention_mask=mask, max_new_tokens=5, pad_token_id=0).shape == (2, 11)
 
 
 def test_scores_and_dictionary_output(pair):
