@@ -24,7 +24,7 @@ class CallGradients:
         self,
         input_edges: Sequence[Edge | None],
         outputs: Sequence[Tensor],
-        on_output: Callable[[int, Tensor], None],
+        on_output: Callable[[int, Tensor], None] | None,
         on_input: Callable[[int, Tensor], None],
         handles: list[Any],
     ) -> None:
@@ -32,7 +32,7 @@ class CallGradients:
         Args:
             input_edges: what edges() said of the input tensors before the call.
             outputs: the result's tensors.
-            on_output: called in backward with the place of an output and its gradient.
+            on_output: called in backward with the place of an output and its gradient; None where nobody asks.
             on_input: called with the place of an input and this call's contribution to its gradient, summed over the
                 input's uses inside the call.
             handles: where the hooks' handles go.
@@ -40,19 +40,18 @@ class CallGradients:
         self._on_input = on_input
         self._sums: dict[int, Tensor] = {}
         self._missing: dict[int, int] = {}
-        # the edges' nodes are kept alive: their ids are compared
-        self._edges = list(input_edges)
-        wanted: dict[tuple[int, int], list[int]] = {}
+        wanted: dict[Edge, list[int]] = {}
         for place, edge in enumerate(input_edges):
             if edge is not None:
-                wanted.setdefault((id(edge[0]), edge[1]), []).append(place)
+                wanted.setdefault(edge, []).append(place)
         roots = []
         for place, output in enumerate(outputs):
             node = output.grad_fn
             if node is None or any(edge is not None and edge[0] is node for edge in input_edges):
                 continue
             roots.append(node)
-            handles.append(node.register_prehook(_output_hook(on_output, place, output.output_nr)))
+            if on_output is not None:
+                handles.append(node.register_prehook(_output_hook(on_output, place, output.output_nr)))
         for node, uses in _uses(roots, wanted):
             for _, which in uses:
                 for place in which:
@@ -99,24 +98,22 @@ def _edge(tensor: Tensor) -> Edge | None:
     return (function.next_functions[0][0], 0) if function is not None else None
 
 
-def _uses(roots: list[Any], wanted: dict[tuple[int, int], list[int]]) -> list[tuple[Any, list[tuple[int, list[int]]]]]:
+def _uses(roots: list[Any], wanted: dict[Edge, list[int]]) -> list[tuple[Any, list[tuple[int, list[int]]]]]:
     """The nodes between the roots and the wanted edges that lead to one: (node, [(place among its inputs, which)])."""
     found = []
-    seen = {id(root) for root in roots}
+    ends = {node for node, _ in wanted}
+    seen = {None, *ends, *roots}
     queue = list(roots)
-    stops = {node for node, _ in wanted}
     while queue and len(seen) < MAX_NODES:
         node = queue.pop()
         uses = []
-        for place, (child, number) in enumerate(node.next_functions):
-            if child is None:
-                continue
-            which = wanted.get((id(child), number))
-            if which is not None:
-                uses.append((place, which))
-            elif id(child) not in seen and id(child) not in stops:
-                seen.add(id(child))
+        for place, edge in enumerate(node.next_functions):
+            child = edge[0]
+            if child not in seen:
+                seen.add(child)
                 queue.append(child)
+            elif child in ends and edge in wanted:
+                uses.append((place, wanted[edge]))
         if uses:
             found.append((node, uses))
     return found

@@ -62,7 +62,8 @@ class ActivationHooks:
     def catch_inputs(self, inputs: list[Any], outputs: list[Tensor], report: Callable[[int, Tensor], None]) -> None:
         """Have the call's contributions to its inputs' gradients reported, by the input's place."""
         if any(inputs):
-            self._open.append(CallGradients(inputs, outputs, _ignore, report, self._graph_handles))
+            # outputs' gradients come from hooks on the tensors, which identity modules have as well
+            self._open.append(CallGradients(inputs, outputs, None, report, self._graph_handles))
 
     def catch_outputs(self, outputs: list[Tensor], report: Callable[[int, Tensor], None]) -> None:
         """Have the outputs' gradients reported, by the output's place."""
@@ -177,10 +178,6 @@ class _ModuleHook:
             return []
         self._checked.add(side)
         return found
-
-
-def _ignore(place: int, gradient: Tensor) -> None:
-    """Outputs' gradients come from hooks on the tensors, which identity modules have as well."""
 
 
 def _in_backward() -> bool:

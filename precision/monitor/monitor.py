@@ -42,7 +42,7 @@ class Monitor:
 
     A step ends with the optimizer's step; without an optimizer it ends with each forward pass that has no gradients (a
     token of a generation), or with step(). Files: <output_dir>/<date>-rank<R>-<id>/<kind>_<first>-<last>.csv, in
-    msprobe's layout; alerts.csv; monitor.html.
+    msprobe's layout; alerts.csv; monitor.html. Steps shorter than a second are written together, once a second.
     """
 
     def __init__(
@@ -244,26 +244,27 @@ class Monitor:
             self._end_backward()
             collector.passes += 1
             collector.micro_step += 1
-            self._tokens += tokens_in(args, kwargs)
+            if self.config.generation:
+                self._tokens += tokens_in(args, kwargs)
 
     def _after_pass(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         collector = self._collector
-        training = any(tensor.requires_grad for tensor in tensors_in(result))
         if self._struct is not None:
             self._console.show(self._struct.text().splitlines())
             self._struct.close()
             self._struct = None
         if collector.on:
-            with torch.no_grad():
-                if self.config.generation:
+            if self.config.generation:
+                with torch.no_grad():
                     add_generation(collector, result)
-                loss = loss_in(result)
-                if loss is not None:
-                    collector.add_values("loss", ["loss"], loss)
-        if self._optimizer is None and not training and module is self._models[-1]:
+            loss = loss_in(result)
+            if loss is not None:
+                collector.add_values("loss", ["loss"], loss)
+        if self._optimizer is not None:
+            if not collector.on:
+                collector.on = self._on_before_pass
+        elif module is self._models[-1] and not any(tensor.requires_grad for tensor in tensors_in(result)):
             self._end_step()
-        elif self._optimizer is not None and not collector.on:
-            collector.on = self._on_before_pass
 
     def _before_optimizer(self) -> None:
         if not self._collector.on or self._parameters is None:

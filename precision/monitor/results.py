@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import deque
 
 import torch
@@ -16,6 +17,7 @@ from precision.monitor.alerts import Alert, Alerts, first
 from precision.monitor.collector import Step
 from precision.monitor.config import MonitorConfig
 from precision.monitor.console import Console, status_line
+from precision.monitor.grouped_writing import GroupedWriting
 from precision.monitor.writers import AlertFile, Rows, make_folder, make_writers
 
 # Steps whose figures may be on their way from a device.
@@ -78,8 +80,7 @@ class Results:
         if config.alert != before.alert:
             self._rules = Alerts(config.alert.rules, self._rank)
         if any(getattr(config, key) != getattr(before, key) for key in _LAYOUT):
-            for writer in self._writers:
-                writer.close()
+            self._files.close()
             self._open()
 
     def add(self, step: Step) -> None:
@@ -88,14 +89,14 @@ class Results:
         self.steps += 1
 
     def write_ready(self, next_step: int) -> None:
-        """Write the steps whose figures have arrived, and wait for those of long ago.
+        """Take in the steps whose figures have arrived, and wait for those of long ago.
 
         Args:
             next_step: number of the step that is about to begin, which is dumped after an alert.
         """
         before = len(self.alerts)
         while self._pending and (self._pending[0].ready or len(self._pending) >= IN_FLIGHT):
-            self._write(self._pending.popleft())
+            self._arrived(self._pending.popleft())
         if len(self.alerts) > before and self._config.alert.dump and not self._dumped:
             self._dumped = True
             self._dump(next_step)
@@ -113,14 +114,13 @@ class Results:
         """Write what is left and the page; returns the summary."""
         self.stop_dump()
         while self._pending:
-            self._write(self._pending.popleft())
-        for writer in self._writers:
-            writer.close()
+            self._arrived(self._pending.popleft())
+        self._files.close()
         lines = [f"{self.steps} steps collected, {len(self.alerts)} alerts, figures in {self.folder}"]
         found = first(self.alerts)
         if found is not None:
             lines.append(f"first alert: {found}")
-        if self._config.page and self._writers and self._config.format != "tensorboard":
+        if self._config.page and self._files.works and self._config.format != "tensorboard":
             try:
                 lines.append(f"page: {page.write_page([self.folder], self.folder / 'monitor.html')}")
             except OSError as error:
@@ -139,16 +139,13 @@ class Results:
 
     def _open(self) -> None:
         self.folder = make_folder(self._output_dir, self._rank)
-        self._writers = make_writers(self.folder, self._config)
+        self._files = GroupedWriting(make_writers(self.folder, self._config), self._console)
+        # for a run that ends without close()
+        weakref.finalize(self, self._files.flush)
 
-    def _write(self, step: Step) -> None:
+    def _arrived(self, step: Step) -> None:
         rows = step.rows()
-        for writer in list(self._writers):
-            try:
-                writer.write(step.number, rows, step.scalars)
-            except OSError as error:
-                self._writers.remove(writer)
-                self._console.note(f"no more figures are written after step {step.number}: {error.strerror or error}")
+        self._files.add(step.number, rows, step.scalars)
         if self._rules:
             self._check(step, rows)
         if self._config.live:
@@ -168,7 +165,8 @@ class Results:
         if not self.alerts:
             self._console.show([f"alert: {first(new)}"])
         self.alerts += new
-        if self._writers:
+        self._files.flush()
+        if self._files.works:
             try:
                 AlertFile(self.folder).write(new)
             except OSError as error:

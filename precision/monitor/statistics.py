@@ -21,7 +21,7 @@ from precision.dump.known_tensors import HOST_DEVICES, KnownTensors, dense
 OPS = ("norm", "min", "max", "mean", "zeros", "nans")
 SMALL = 1 << 13
 # Tensors that the kernel reads as fast as it is looked up whether they were measured before.
-QUICK = 1 << 16
+QUICK = 1 << 17
 # Elements per piece: float32 copies of one stay in a host core's cache; a device takes larger ones to be kept busy.
 HOST_PIECE = 1 << 17
 DEVICE_PIECE = 1 << 21
@@ -169,7 +169,8 @@ class Batch:
     def _host_rows(self) -> list[list[float]]:
         """The table, with rows that mean nothing, or none, for what torch measures."""
         table = self._table[: self._count]
-        table[:, self._unwanted] = math.nan
+        if self._unwanted:
+            table[:, self._unwanted] = math.nan
         rows: list[list[float]] = table.tolist()
         rows += [[]] * (self._count - len(rows))
         for first, scalars in self._scalars:

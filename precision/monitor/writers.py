@@ -71,7 +71,7 @@ class CsvWriter:
     """<kind>_<first step>-<last step>.csv with a row per tensor and step."""
 
     def __init__(self, folder: Path, ops: list[str], ndigits: int, steps_per_file: int) -> None:
-        self._folder = folder
+        self._folder = str(folder)
         self._ops = ops
         self._steps_per_file = steps_per_file
         self._places = [OPS.index(op) for op in ops]
@@ -102,10 +102,10 @@ class CsvWriter:
             lines.setdefault(scalar.kind, []).append(f"0,{_quoted(scalar.name)},{step},{self._digits % scalar.value}")
         first = step // self._steps_per_file * self._steps_per_file
         for kind, texts in lines.items():
-            self._append(self._folder / f"{kind}_{first}-{first + self._steps_per_file - 1}.csv", kind, texts)
+            self._append(f"{self._folder}/{kind}_{first}-{first + self._steps_per_file - 1}.csv", kind, texts)
 
     def close(self) -> None:
-        """Files are complete after each step."""
+        """Files are complete after each write."""
 
     def _end(self, record: Record) -> str:
         shape = str(list(record.shape))
@@ -113,10 +113,11 @@ class CsvWriter:
         self._ends[(record.shape, record.dtype)] = text
         return text
 
-    def _append(self, path: Path, kind: str, texts: list[str]) -> None:
-        with open(path, "a", encoding="utf-8", newline="") as file:
+    def _append(self, path: str, kind: str, texts: list[str]) -> None:
+        # a text file would cost as much again as the rest of it
+        with open(path, "ab") as file:
             head = ",".join(self._columns(kind)) + "\n" if file.tell() == 0 else ""
-            file.write(head + "\n".join(texts) + "\n")
+            file.write((head + "\n".join(texts) + "\n").encode())
 
     def _columns(self, kind: str) -> list[str]:
         if kind in SCALAR_KINDS:
