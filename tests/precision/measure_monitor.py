@@ -4,13 +4,19 @@ process.
     python tests/precision/measure_monitor.py [--rounds 7] [--peer] [--model_path DIR --tokens 24] [--only WORDS]
 
 Prints, per setting, the median of the rounds' ratios to the plain run of the same round, with its range, of CPU time
-and of wall time. --peer needs msprobe (pip install mindstudio-probe) in the same environment. --model_path adds
+and of wall time, and the median of the differences in CPU time. "plain again" is the plain run a second time: how far
+from 1 it is tells what the rest can be trusted with. Two things are kept from deciding the ratios: where a model's
+weights lie in memory (all tools train the same ones; two models without any monitor differ by up to 5 %), and pages
+that malloc gives back after one step and has to fetch in another (it keeps them; Linux only).
+
+--peer needs msprobe (pip install mindstudio-probe) in the same environment. --model_path adds
 generation with a real checkpoint, of the tuned model (eager) and of stock transformers.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import os
 import shutil
@@ -46,6 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "param_distribution": True,
     },
 }
+# malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 # the parts of the peer's second monitor that exist there, and its five figures
 SECOND = {
     "all modules": ("module",),
@@ -86,6 +94,13 @@ def attach_second(folder: Path, parts: tuple[str, ...], model: Any, optimizer: A
     return monitor.step
 
 
+def keep_freed_memory() -> None:
+    """What a step frees stays in the process."""
+    library = ctypes.CDLL(None)
+    if not library.mallopt(M_MMAP_MAX, 0) or not library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1):
+        raise click.ClickException("malloc can't be told to keep its memory")
+
+
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
     """CPU and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
@@ -112,7 +127,8 @@ def compare(name: str, runs: dict[str, Callable[[], Any]], rounds: int) -> None:
         for kind in (0, 1):
             ratios = sorted(watched[kind] / alone[kind] for watched, alone in zip(times[tool], times["plain"]))
             texts.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} .. {ratios[-1]:.2f})")
-        print(f"    {tool:12} CPU {texts[0]}   wall {texts[1]}", flush=True)
+        more = statistics.median(watched[0] - alone[0] for watched, alone in zip(times[tool], times["plain"]))
+        print(f"    {tool:12} CPU {texts[0]}   wall {texts[1]}   CPU {1000 * more:+.2f} ms", flush=True)
 
 
 def small_model() -> Any:
@@ -130,14 +146,25 @@ def small_model() -> Any:
     return Qwen2ForCausalLM(config).bfloat16()
 
 
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
 def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, peer: bool) -> None:
     torch.manual_seed(0)
     blank = small_model()
     ids = torch.randint(0, blank.config.vocab_size, (1, 256))
+    states = optimizer_of(blank)
+    blank(ids, labels=ids).loss.backward()
+    states.step()
+    states.zero_grad()
 
     def trainer(attach: Callable[[Any, Any], Callable[[], None]]) -> Callable[[], None]:
         model = copy.deepcopy(blank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = optimizer_of(model)
+        for shared, parameter in zip(blank.parameters(), model.parameters()):
+            parameter.data = shared.data
+            optimizer.state[parameter] = states.state[shared]
         after = attach(model, optimizer)
 
         def step() -> None:
@@ -148,10 +175,14 @@ def training(scratch: Path, settings: dict[str, dict[str, Any]], rounds: int, pe
 
         return step
 
-    plain = trainer(lambda model, optimizer: lambda: None)
+    plain, again = (trainer(lambda model, optimizer: lambda: None) for _ in range(2))
     for name, setting in settings.items():
         folder = scratch / name.replace(" ", "-")
-        runs = {"plain": plain, "ours": trainer(partial(attach_ours, folder, setting))}
+        runs: dict[str, Callable[[], Any]] = {
+            "plain": plain,
+            "plain again": again,
+            "ours": trainer(partial(attach_ours, folder, setting)),
+        }
         if peer:
             first = folder.with_name(folder.name + "-first")
             runs["msprobe v1"] = trainer(partial(attach_first, first, setting))
@@ -191,7 +222,11 @@ def generating(scratch: Path, model_path: str, tokens: int, rounds: int, only: s
         for name, setting in settings.items():
             if only not in f"generation {name}":
                 continue
-            runs = {"plain": generate, "ours": lambda setting=setting: with_monitor(setting)}
+            runs: dict[str, Callable[[], Any]] = {
+                "plain": generate,
+                "plain again": generate,
+                "ours": lambda setting=setting: with_monitor(setting),
+            }
             compare(f"generation, {kind}, {name}", runs, rounds)
 
 
@@ -204,6 +239,7 @@ def generating(scratch: Path, model_path: str, tokens: int, rounds: int, only: s
 @click.option("--only", default="", help="Part of a setting's name; 'generation' for generation alone.")
 def main(rounds: int, peer: bool, model_path: str | None, tokens: int, threads: int, only: str) -> None:
     torch.set_num_threads(threads)
+    keep_freed_memory()
     scratch = Path(tempfile.mkdtemp(prefix="monitor-overhead-"))
     settings = {name: setting for name, setting in SETTINGS.items() if only in name}
     training(scratch, settings, rounds, peer)
