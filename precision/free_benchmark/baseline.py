@@ -1,6 +1,6 @@
 """The regression of free-benchmark: what each setting costs, and what it checks, for nine model families.
 
-    python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 3] [--output table.csv]
+    python -m precision.free_benchmark.baseline [--models LLaMA2,Qwen] [--rounds 5] [--output table.csv]
     python -m precision.free_benchmark.baseline --model_path DIR --tokens 128 [--peer] [--only "check softmax"]
 
 Prints, per model and setting, the median ratio of a step's time (CPU time without a GPU) to the plain step's, its
