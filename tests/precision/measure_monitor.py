@@ -19,6 +19,7 @@ import copy
 import ctypes
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -114,8 +115,8 @@ def compare(name: str, runs: dict[str, Callable[[], Any]], rounds: int) -> None:
         run()
     times: dict[str, list[tuple[float, float]]] = {tool: [] for tool in runs}
     for number in range(rounds):
-        order = list(runs) if number % 2 == 0 else list(reversed(runs))
-        for tool in order:
+        # what a run finds in the caches depends on which was before it
+        for tool in random.Random(number).sample(list(runs), len(runs)):
             times[tool].append(timed(runs[tool]))
     plain = statistics.median(cpu for cpu, _ in times["plain"])
     spread = [min(cpu for cpu, _ in times["plain"]) / plain, max(cpu for cpu, _ in times["plain"]) / plain]
