@@ -15,7 +15,7 @@ using at::Tensor;
 
 constexpr int64_t kLanes = 16;  // floats in a vector register
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxRows = 4;  // rows (or query heads) that fit the registers together
+constexpr int64_t kMaxRows = 4;  // rows that fit the registers together
 
 __m512 low_halves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 __m512 high_halves(__m512i pairs) {
