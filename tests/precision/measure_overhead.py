@@ -73,6 +73,7 @@ def step(debugger: Any, model: torch.nn.Module, run: Callable[[], Any]) -> None:
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", help="cpu: this process's time only.")
 @click.option("--dtype", default="bfloat16")
 @click.option("--tensor", is_flag=True, help="Also the first dump of whole tensors: seconds and bytes.")
+@click.option("--decode", default=0, help="With --tensor: forward passes of one token that the step has as well.")
 @click.option("--only", default="", help="Part of a setting's name.")
 def main(
     model_path: str,
@@ -83,6 +84,7 @@ def main(
     clock: str,
     dtype: str,
     tensor: bool,
+    decode: int,
     only: str,
 ) -> None:
     torch.set_num_threads(threads)
@@ -95,6 +97,12 @@ def main(
     @torch.no_grad()
     def run() -> None:
         model(ids)
+
+    @torch.no_grad()
+    def generate() -> None:
+        result = model(ids)
+        for _ in range(decode):
+            result = model(ids[:, :1], past_key_values=result.past_key_values)
 
     def timed(work: Callable[[], Any]) -> float:
         start = now()
@@ -136,7 +144,7 @@ def main(
             debugger = make(folder, TENSOR)
             known: set[int] = set()
             for number in range(2):
-                seconds = timed(lambda debugger=debugger: step(debugger, model, run))
+                seconds = timed(lambda debugger=debugger: step(debugger, model, generate))
                 files = {path.stat().st_ino: path.stat().st_size for path in (folder / f"step{number}").rglob("*.pt")}
                 size = sum(value for inode, value in files.items() if inode not in known)
                 known |= files.keys()
