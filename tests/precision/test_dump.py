@@ -327,7 +327,7 @@ def test_the_peers_switches_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tsk": "tensor"}, "no option tsk; there are async_dump, data_mode, dump_enable, dump_path"),
+        ({"tsk": "tensor"}, "no option tsk; there are async_dump, compress, data_mode, dump_enable, dump_path"),
         ({"task": "tensors"}, "task = 'tensors': there are statistics, tensor, structure"),
         ({"level": "L3"}, "level = 'L3': there are L0, L1, mix, graph"),
         ({"level": "L2"}, "there are L0, L1, mix, graph; kernels are recorded by the vendor's own dump"),
