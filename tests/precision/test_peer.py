@@ -59,8 +59,8 @@ def dump(folder: Path, **options: Any) -> Path:
     return folder / "step0" / "rank" / "dump.json"
 
 
-@pytest.mark.parametrize("options", [{"summary_mode": "md5"}, {"task": "tensor"}])
-def test_the_peer_accepts_every_row_of_ours(options: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"summary_mode": "md5"}, {"task": "tensor"}, {"task": "tensor", "compress": True}])
+def test_the_peer_accepts_every_row_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
     target, golden = dump(tmp_path / "a", **options), dump(tmp_path / "b", **options)
     run_with_peer(COMPARE, str(target), str(golden), "out", folder=tmp_path)
     (result,) = (tmp_path / "out").glob("compare_result*.csv")
