@@ -111,6 +111,24 @@ def test_compressed_files_are_smaller_and_the_same_tensors(tmp_path: Path) -> No
     assert sizes[1] < 0.85 * sizes[0]
 
 
+@pytest.mark.skipif(not hasattr(torch.serialization, "get_crc32_options"), reason="this torch always makes checksums")
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20])
+def test_compressing_works_for_a_user_who_wants_no_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_bytes: int
+) -> None:
+    monkeypatch.setattr(tensor_files, "DIRECT_BYTES", direct_bytes)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        files = TensorFiles(compress=True)
+        files.save(torch.ones(3), tmp_path / "a.pt")
+        files.finish()
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(torch.load(tmp_path / "a.pt"), torch.ones(3))
+
+
 def test_a_disk_that_fills_while_compressing_leaves_no_half_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
