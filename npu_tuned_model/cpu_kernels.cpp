@@ -159,24 +159,36 @@ struct Layer {
 };
 constexpr size_t kLayerWeights = 7, kLayerScales = 4;
 
-// Rotates this worker's heads of `qkv` (rows, heads + 2 kv_heads, head_dim); keys and values go into the cache.
-void rotate_and_store(const Tensor& keys, const Tensor& values, int64_t rows, int64_t heads, const int64_t* positions,
-                      const Tensor& cos, const Tensor& sin, BFloat16* qkv, const Worker& worker) {
+// This worker's heads of query, key and value, from normed hidden states to `qkv` (rows, heads + 2 kv_heads, head_dim):
+// queries rotated, keys (rotated) and values in the cache. Each worker has whole heads, so that it can rotate what it
+// has computed itself.
+template <class Kind>
+void project_and_rotate(const Layer<Kind>& layer, const typename Kind::Input& normed, int64_t heads,
+                        const int64_t* positions, const Tensor& cos, const Tensor& sin, BFloat16* qkv,
+                        const Worker& worker) {
+  const Tensor &keys = layer.keys, &values = layer.values;
   const int64_t kv_heads = keys.size(2), head_dim = keys.size(3), all_heads = heads + 2 * kv_heads;
-  for (int64_t task = worker.first(rows * all_heads); task < worker.last(rows * all_heads); task++) {
-    const int64_t row = task / all_heads, place = task % all_heads, position = positions[row];
-    const auto* cosines = cos.const_data_ptr<BFloat16>() + position * head_dim;
-    const auto* sines = sin.const_data_ptr<BFloat16>() + position * head_dim;
-    const int64_t slot = row * keys.stride(0) + position * keys.stride(1);
-    BFloat16* from = qkv + task * head_dim;
-    if (place < heads) {
-      rotate(from, cosines, sines, head_dim, from);
-    } else if (place < heads + kv_heads) {
-      rotate(from, cosines, sines, head_dim,
-             keys.mutable_data_ptr<BFloat16>() + slot + (place - heads) * head_dim);
-    } else {
-      std::copy_n(from, head_dim,
-                  values.mutable_data_ptr<BFloat16>() + slot + (place - heads - kv_heads) * head_dim);
+  const int64_t together = head_dim % kBlock ? 2 : 1;  // heads that are whole blocks of features
+  const int64_t parts = (all_heads + together - 1) / together;
+  const int64_t first = worker.first(parts) * together, last = std::min(worker.last(parts) * together, all_heads);
+  for (int64_t b = first * head_dim / kBlock; b * kBlock < last * head_dim; b++) {
+    layer.qkv.block(normed, b, qkv + b * kBlock, layer.qkv.out);
+  }
+  for (int64_t row = 0; row < normed.tokens; row++) {
+    const auto* cosines = cos.const_data_ptr<BFloat16>() + positions[row] * head_dim;
+    const auto* sines = sin.const_data_ptr<BFloat16>() + positions[row] * head_dim;
+    const int64_t slot = row * keys.stride(0) + positions[row] * keys.stride(1);
+    for (int64_t head = first; head < last; head++) {
+      BFloat16* from = qkv + (row * all_heads + head) * head_dim;
+      if (head < heads) {
+        rotate(from, cosines, sines, head_dim, from);
+      } else if (head < heads + kv_heads) {
+        rotate(from, cosines, sines, head_dim,
+               keys.mutable_data_ptr<BFloat16>() + slot + (head - heads) * head_dim);
+      } else {
+        std::copy_n(from, head_dim,
+                    values.mutable_data_ptr<BFloat16>() + slot + (head - heads - kv_heads) * head_dim);
+      }
     }
   }
 }
@@ -200,11 +212,11 @@ void gate_up_swiglu(const Kind& gate_up, const typename Kind::Input& normed, BFl
 }
 
 // From normed hidden states (rows, hidden) to this worker's part of the scores (rows, vocabulary).
-using OutputLayer = std::function<void(const BFloat16*, BFloat16*, const Worker&)>;
+using OutputLayer = std::function<void(const BFloat16*, float*, const Worker&)>;
 
 template <class Kind>
 OutputLayer output_layer(const Kind& linear, int64_t rows, int64_t hidden) {
-  return [=](const BFloat16* from, BFloat16* to, const Worker& worker) {
+  return [=](const BFloat16* from, float* to, const Worker& worker) {
     typename Kind::Input input;
     input.set(from, rows, hidden);
     linear.share(input, to, worker);
@@ -241,7 +253,7 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
   CacheAttention attention(rows, heads, keys[0], 1.0 / std::sqrt(static_cast<double>(head_dim)));
   const int64_t inner = layers[0].gate_up.out / 2;
   std::vector<BFloat16> qkv(rows * layers[0].qkv.out), context(rows * heads * head_dim), merged(rows * hidden);
-  std::vector<BFloat16> activated(rows * inner), scores(rows * vocabulary);
+  std::vector<BFloat16> activated(rows * inner);
   Tensor logits = at::empty({rows, vocabulary}, embedded.options().dtype(at::kFloat));
   const auto* start = embedded.const_data_ptr<BFloat16>();
   const auto* final_norm = network.norm.const_data_ptr<BFloat16>();
@@ -260,9 +272,7 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
       add_and_norm(more, layer.input_norm);
       more = merged.data();
       input.set(normed.data(), rows, hidden);
-      layer.qkv.share(input, qkv.data(), worker);
-#pragma omp barrier
-      rotate_and_store(layer.keys, layer.values, rows, heads, position, network.cos, network.sin, qkv.data(), worker);
+      project_and_rotate(layer, input, heads, position, network.cos, network.sin, qkv.data(), worker);
 #pragma omp barrier
       attention.share(qkv.data(), layer.qkv.out, layer.keys, layer.values, lengths.data(), context.data(),
                       heads * head_dim, worker);
@@ -278,9 +288,7 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
 #pragma omp barrier
     }
     add_and_norm(more, final_norm);
-    output(normed.data(), scores.data(), worker);
-#pragma omp barrier
-    for (int64_t i = worker.first(rows * vocabulary); i < worker.last(rows * vocabulary); i++) to[i] = scores[i];
+    output(normed.data(), to, worker);
   }
   return logits;
 }

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kTile = 64;  // KV slots whose scores are held at a time
 constexpr int64_t kHeadsAtOnce = 8;  // query heads whose sums fit the registers together
+constexpr int64_t kLine = 2 * kLanes;  // bfloat16 in a line of the CPU's caches
 
 // The cache of one sequence, or of one KV head in it.
 struct KVSlice {
@@ -21,6 +22,7 @@ struct KVSlice {
   KVSlice at_head(int64_t kv_head) const {
     return {keys + kv_head * head_dim, values + kv_head * head_dim, stride, head_dim};
   }
+  KVSlice from_slot(int64_t slot) const { return {keys + slot * stride, values + slot * stride, stride, head_dim}; }
 };
 
 // Online softmax (arXiv 2205.14135) of a sequence's query heads over a part of its slots. `sums` keeps, for each 32
@@ -45,9 +47,10 @@ void pack_queries(const BFloat16* queries, int64_t heads, int64_t head_dim, uint
   }
 }
 
-// Scores of `slots` (at most kTile) slots, one vector of 16 heads for each: every pair of a key's features meets the
-// same pair of all heads, so nothing has to be added across a vector.
-void score_tile(const uint32_t* queries, const KVSlice& kv, int64_t first, int64_t slots, float scale,
+// Scores of the first `slots` (at most kTile) slots, one vector of 16 heads for each: every pair of a key's features
+// meets the same pair of all heads, so nothing has to be added across a vector. Asks memory for the keys of `next`, a
+// line for each pair of features: asked for all at once they would keep the CPU waiting.
+void score_tile(const uint32_t* queries, const KVSlice& kv, int64_t slots, float scale, const KVSlice& next,
                 float (*scores)[kLanes]) {
   constexpr int64_t kSlots = 16;
   for (int64_t group = 0; group < slots; group += kSlots) {
@@ -55,10 +58,11 @@ void score_tile(const uint32_t* queries, const KVSlice& kv, int64_t first, int64
     __m512 sums[kSlots];
     for (int64_t i = 0; i < kSlots; i++) {
       // behind the last slot the last one again, whose scores nobody reads
-      keys[i] = reinterpret_cast<const uint32_t*>(kv.keys + (first + std::min(group + i, slots - 1)) * kv.stride);
+      keys[i] = reinterpret_cast<const uint32_t*>(kv.keys + std::min(group + i, slots - 1) * kv.stride);
       sums[i] = _mm512_setzero_ps();
     }
     for (int64_t pair = 0; pair < kv.head_dim / 2; pair++) {
+      ask_memory_for(next.keys + (group + pair % kSlots) * next.stride + pair / kSlots * kLine);
       const __m512bh query = (__m512bh)_mm512_loadu_si512(queries + pair * kLanes);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kSlots; i++) {
@@ -96,18 +100,20 @@ void weigh_tile(const HeadStates& states, int64_t heads, int64_t head_dim, int64
   }
 }
 
-// sums (kHeads, head_dim) += weights of kHeads heads times the tile's values.
+// sums (kHeads, head_dim) += weights of kHeads heads times the values of the first `slots` slots. Asks memory for the
+// values of `next`.
 template <int kHeads>
-void add_values(float* sums, const float (*weights)[kLanes], int64_t lane, const KVSlice& kv, int64_t first,
-                int64_t slots) {
-  for (int64_t d = 0; d < kv.head_dim; d += 2 * kLanes) {
+void add_values(float* sums, const float (*weights)[kLanes], int64_t lane, const KVSlice& kv, int64_t slots,
+                const KVSlice& next) {
+  for (int64_t d = 0; d < kv.head_dim; d += kLine) {
     __m512 even[kHeads], odd[kHeads];
     for (int h = 0; h < kHeads; h++) {
       even[h] = _mm512_loadu_ps(sums + h * kv.head_dim + d);
       odd[h] = _mm512_loadu_ps(sums + h * kv.head_dim + d + kLanes);
     }
     for (int64_t slot = 0; slot < slots; slot++) {
-      const __m512i pairs = _mm512_loadu_si512(kv.values + (first + slot) * kv.stride + d);
+      ask_memory_for(next.values + slot * next.stride + d);
+      const __m512i pairs = _mm512_loadu_si512(kv.values + slot * kv.stride + d);
       const __m512 low = low_halves(pairs), high = high_halves(pairs);
       for (int h = 0; h < kHeads; h++) {
         const __m512 weight = _mm512_set1_ps(weights[slot][lane + h]);
@@ -124,19 +130,9 @@ void add_values(float* sums, const float (*weights)[kLanes], int64_t lane, const
 
 template <int kHeads = kHeadsAtOnce>
 void add_values(int64_t heads, float* sums, const float (*weights)[kLanes], int64_t lane, const KVSlice& kv,
-                int64_t first, int64_t slots) {
-  if (heads == kHeads) return add_values<kHeads>(sums, weights, lane, kv, first, slots);
-  if constexpr (kHeads > 1) add_values<kHeads - 1>(heads, sums, weights, lane, kv, first, slots);
-}
-
-// Asks memory for all KV heads of slots first..last-1.
-void prefetch(const KVSlice& kv, int64_t kv_heads, int64_t first, int64_t last) {
-  for (int64_t slot = first; slot < last; slot++) {
-    for (int64_t d = 0; d < kv_heads * kv.head_dim; d += 2 * kLanes) {
-      _mm_prefetch(reinterpret_cast<const char*>(kv.keys + slot * kv.stride + d), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(kv.values + slot * kv.stride + d), _MM_HINT_T0);
-    }
-  }
+                int64_t slots, const KVSlice& next) {
+  if (heads == kHeads) return add_values<kHeads>(sums, weights, lane, kv, slots, next);
+  if constexpr (kHeads > 1) add_values<kHeads - 1>(heads, sums, weights, lane, kv, slots, next);
 }
 
 // Joins the parts of one query head, `stride` heads apart, and writes it, features back in their order.
@@ -151,7 +147,7 @@ void join_parts(const HeadStates& states, int64_t parts, int64_t stride, int64_t
     for (int64_t d = 0; d < head_dim; d++) joined[d] += share * states.sums[p * stride * head_dim + d];
   }
   const float factor = total > 0.0f ? 1.0f / total : 0.0f;
-  for (int64_t d = 0; d < head_dim; d += 2 * kLanes) {
+  for (int64_t d = 0; d < head_dim; d += kLine) {
     for (int64_t i = 0; i < kLanes; i++) {
       to[d + 2 * i] = BFloat16(joined[d + i] * factor);
       to[d + 2 * i + 1] = BFloat16(joined[d + kLanes + i] * factor);
@@ -184,30 +180,30 @@ struct CacheAttention {
     return HeadStates{sums.data(), highest.data(), total.data()}.from((worker * batch + row) * heads, head_dim);
   }
 
-  // All heads of one sequence over slots first..last-1, from scratch. Tile by tile, each with all of its KV heads, so
-  // that the cache is read in the order in which it lies in memory. `packed`: this worker's part of `queries`.
-  void attend(const BFloat16* query, const KVSlice& kv, int64_t first, int64_t last, const HeadStates& row,
+  // All heads of one sequence over the first `slots` slots of `kv`, from scratch. Tile by tile, each with all of its KV
+  // heads, so that the cache is read in the order in which it lies in memory. `next`: what will be read after it.
+  // `packed`: this worker's part of `queries`.
+  void attend(const BFloat16* query, const KVSlice& kv, int64_t slots, const KVSlice& next, const HeadStates& row,
               uint32_t* packed) const {
     std::fill_n(row.sums, heads * head_dim, 0.0f);
     std::fill_n(row.highest, heads, -INFINITY);
     std::fill_n(row.total, heads, 0.0f);
     const int64_t pack_size = head_dim / 2 * kLanes;
-    prefetch(kv, kv_heads, first, std::min(first + kTile, last));
     for_each_pack([&](int64_t, int64_t number, int64_t head, int64_t count) {
       pack_queries(query + head * head_dim, count, head_dim, packed + number * pack_size);
     });
     alignas(64) float scores[kTile][kLanes];
-    for (; first < last; first += kTile) {
-      const int64_t slots = std::min(kTile, last - first);
-      prefetch(kv, kv_heads, first + slots, std::min(first + slots + kTile, last));
+    for (int64_t first = 0; first < slots; first += kTile) {
+      const KVSlice tile = kv.from_slot(first), next_tile = first + kTile < slots ? kv.from_slot(first + kTile) : next;
+      const int64_t size = std::min(kTile, slots - first);
       for_each_pack([&](int64_t kv_head, int64_t number, int64_t head, int64_t count) {
-        const KVSlice slice = kv.at_head(kv_head);
+        const KVSlice now = tile.at_head(kv_head), later = next_tile.at_head(kv_head);
         const HeadStates states = row.from(head, head_dim);
-        score_tile(packed + number * pack_size, slice, first, slots, scale, scores);
-        weigh_tile(states, count, head_dim, slots, scores);
+        score_tile(packed + number * pack_size, now, size, scale, later, scores);
+        weigh_tile(states, count, head_dim, size, scores);
         for (int64_t lane = 0; lane < count; lane += kHeadsAtOnce) {
-          add_values(std::min(kHeadsAtOnce, count - lane), states.sums + lane * head_dim, scores, lane, slice, first,
-                     slots);
+          add_values(std::min(kHeadsAtOnce, count - lane), states.sums + lane * head_dim, scores, lane, now, size,
+                     later);
         }
       });
     }
@@ -228,11 +224,16 @@ struct CacheAttention {
   // (batch, slots, kv_heads, head_dim) with contiguous rows; slots filled in each row. Ends with all workers done.
   void share(const BFloat16* query, int64_t query_stride, const Tensor& key, const Tensor& value,
              const int64_t* lengths, BFloat16* to, int64_t to_stride, const Worker& worker) {
+    const auto slots = [&](int64_t row) { return std::min(lengths[row], key.size(1)); };
+    const auto part = [&](int64_t row) {
+      const int64_t offset = row * key.stride(0);
+      const KVSlice all{key.const_data_ptr<BFloat16>() + offset, value.const_data_ptr<BFloat16>() + offset,
+                        key.stride(1), head_dim};
+      return all.from_slot(worker.first(slots(row)));
+    };
     for (int64_t row = 0; row < batch; row++) {
-      const int64_t offset = row * key.stride(0), slots = std::min(lengths[row], key.size(1));
-      const KVSlice kv{key.const_data_ptr<BFloat16>() + offset, value.const_data_ptr<BFloat16>() + offset,
-                       key.stride(1), head_dim};
-      attend(query + row * query_stride, kv, worker.first(slots), worker.last(slots), states(worker.thread, row),
+      attend(query + row * query_stride, part(row), worker.last(slots(row)) - worker.first(slots(row)),
+             part(std::min(row + 1, batch - 1)), states(worker.thread, row),
              &queries[worker.thread * kv_heads * packs * head_dim / 2 * kLanes]);
     }
 #pragma omp barrier

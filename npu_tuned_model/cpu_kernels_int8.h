@@ -90,7 +90,8 @@ struct Int8Linear {
   int64_t block_count() const { return (out + kBlock - 1) / kBlock; }
 
   // Features 64 b .. 64 b + 63 of every row, rows of `to` being `stride` apart.
-  void block(const Int8Input& input, int64_t b, BFloat16* to, int64_t stride) const {
+  template <class To>
+  void block(const Int8Input& input, int64_t b, To* to, int64_t stride) const {
     for (int64_t first = 0; first < input.tokens; first += kTokens) {
       const int64_t tokens = std::min(kTokens, input.tokens - first);
       alignas(64) float sums[kTokens][kBlock] = {};
@@ -110,7 +111,8 @@ struct Int8Linear {
   }
 
   // This worker's features of `to` (tokens, out).
-  void share(const Int8Input& input, BFloat16* to, const Worker& worker) const {
+  template <class To>
+  void share(const Int8Input& input, To* to, const Worker& worker) const {
     for (int64_t b = worker.first(block_count()); b < worker.last(block_count()); b++) {
       block(input, b, to + b * kBlock, out);
     }
@@ -149,7 +151,7 @@ struct Int8Linear {
     for (int64_t quad = first; quad < last; quad++, weight += kBlock * kQuad) {
       __m512i columns[kRegisters];
       for (int64_t r = 0; r < kRegisters; r++) {
-        _mm_prefetch(reinterpret_cast<const char*>(weight + r * kLanes * kQuad + kAhead), _MM_HINT_T0);
+        ask_memory_for(weight + r * kLanes * kQuad + kAhead);
         columns[r] = _mm512_loadu_si512(weight + r * kLanes * kQuad);
       }
       for (int i = 0; i < kRows; i++) {
@@ -174,7 +176,8 @@ struct Int8Linear {
     }
   }
 
-  void finish(const float* sums, int64_t b, BFloat16* to) const {
+  template <class To>
+  void finish(const float* sums, int64_t b, To* to) const {
     for (int64_t i = 0; i < kBlock && b * kBlock + i < out; i += kLanes) {
       const auto mask = static_cast<__mmask16>((1u << std::min(out - b * kBlock - i, kLanes)) - 1);
       const __m512 shift = bias ? widen(bias + b * kBlock + i, mask) : _mm512_setzero_ps();

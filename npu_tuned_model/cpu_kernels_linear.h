@@ -22,7 +22,7 @@ void add_products(const uint32_t* rows, int64_t stride, int64_t pairs, const uin
     __m512bh columns[kRegisters];
     for (int64_t r = 0; r < kRegisters; r++) {
       const uint32_t* from = weight + pair * kBlock + r * kLanes;
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+      ask_memory_for(from + kAhead);
       columns[r] = (__m512bh)_mm512_loadu_si512(from);
     }
     for (int row = 0; row < kRows; row++) {
@@ -32,9 +32,9 @@ void add_products(const uint32_t* rows, int64_t stride, int64_t pairs, const uin
   }
 }
 
-// One block of 64 output features for kRows rows.
-template <int kRows>
-void linear_block(const uint32_t* rows, int64_t pairs, const uint32_t* weight, const BFloat16* bias, BFloat16* to,
+// One block of 64 output features for kRows rows, as bfloat16 or as floats of that precision.
+template <int kRows, class To>
+void linear_block(const uint32_t* rows, int64_t pairs, const uint32_t* weight, const BFloat16* bias, To* to,
                   int64_t to_stride, int64_t features) {
   __m512 sums[kRows][kRegisters];
   for (auto& row : sums) std::fill(row, row + kRegisters, _mm512_setzero_ps());
@@ -83,7 +83,8 @@ struct Linear {
   int64_t block_count() const { return (out + kBlock - 1) / kBlock; }
 
   // Features 64 b .. 64 b + 63 of every row, rows of `to` being `stride` apart.
-  void block(const PlainInput& input, int64_t b, BFloat16* to, int64_t stride) const {
+  template <class To>
+  void block(const PlainInput& input, int64_t b, To* to, int64_t stride) const {
     const auto* inputs = reinterpret_cast<const uint32_t*>(input.rows);
     in_row_groups(input.tokens, [&](auto size, int64_t row) {
       linear_block<decltype(size)::value>(inputs + row * in_pairs, in_pairs, weight + b * in_pairs * kBlock,
@@ -93,7 +94,8 @@ struct Linear {
   }
 
   // This worker's features of `to` (tokens, out).
-  void share(const PlainInput& input, BFloat16* to, const Worker& worker) const {
+  template <class To>
+  void share(const PlainInput& input, To* to, const Worker& worker) const {
     for (int64_t b = worker.first(block_count()); b < worker.last(block_count()); b++) {
       block(input, b, to + b * kBlock, out);
     }
@@ -115,8 +117,8 @@ struct PlainLinear {
   static constexpr int64_t features_at_once(int rows) { return rows == 1 ? 16 : rows == 2 ? 8 : 4; }
 
   // kRows rows, and as many output features as fill 16 registers with products.
-  template <int kRows>
-  void features(const BFloat16* rows, int64_t first, BFloat16* to) const {
+  template <int kRows, class To>
+  void features(const BFloat16* rows, int64_t first, To* to) const {
     constexpr int64_t kFeatures = features_at_once(kRows);
     __m512 products[kLanes];
     std::fill(products, products + kLanes, _mm512_setzero_ps());
@@ -126,7 +128,7 @@ struct PlainLinear {
 #pragma GCC unroll 16
       for (int64_t f = 0; f < kFeatures; f++) {
         const BFloat16* from = weight + std::min(first + f, out - 1) * in + i;
-        _mm_prefetch(reinterpret_cast<const char*>(from + kFeatures * in), _MM_HINT_T0);
+        ask_memory_for(from + kFeatures * in);
         const __m512bh column = (__m512bh)_mm512_loadu_si512(from);
         for (int row = 0; row < kRows; row++) {
           products[f * kRows + row] = _mm512_dpbf16_ps(products[f * kRows + row], column, inputs[row]);
@@ -136,13 +138,14 @@ struct PlainLinear {
     alignas(64) float sums[kLanes];
     _mm512_store_ps(sums, sums_of(products));
     for (int64_t f = 0; f < kFeatures && first + f < out; f++) {
-      for (int row = 0; row < kRows; row++) to[row * out + first + f] = BFloat16(sums[f * kRows + row]);
+      for (int row = 0; row < kRows; row++) to[row * out + first + f] = To(BFloat16(sums[f * kRows + row]));
     }
   }
 
   int64_t block_count() const { return (out + kBlock - 1) / kBlock; }
 
-  void share(const PlainInput& input, BFloat16* to, const Worker& worker) const {
+  template <class To>
+  void share(const PlainInput& input, To* to, const Worker& worker) const {
     const int64_t last = std::min(worker.last(block_count()) * kBlock, out);
     for (int64_t first = worker.first(block_count()) * kBlock; first < last; first += kLanes) {
       in_row_groups(input.tokens, [&](auto size, int64_t row) {

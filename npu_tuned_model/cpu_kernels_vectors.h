@@ -26,9 +26,15 @@ __m512 widen(const BFloat16* values, __mmask16 mask) {
   return low_halves(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, values)));
 }
 
+// Values rounded to bfloat16, as such or as floats.
 void narrow(BFloat16* to, __m512 values, __mmask16 mask) {
   _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
+void narrow(float* to, __m512 values, __mmask16 mask) {
+  _mm512_mask_storeu_ps(to, mask, low_halves(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values))));
+}
+
+void ask_memory_for(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0); }
 
 // Calls work(integral_constant<1..kMaxRows>, first row) until `rows` rows are done.
 template <typename Work>
