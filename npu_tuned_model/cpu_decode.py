@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_tuned_model import cpu_kernels
-from npu_tuned_model.kv_cache import FixedKVCache, KVCache, Window
+from npu_tuned_model.kv_cache import FixedKVCache, KVCache
 from npu_tuned_model.linear import PackedLinear
 from npu_tuned_model.linear_int8 import PackedInt8Linear
 
@@ -16,10 +16,15 @@ NEEDED_OPTIONS = ("fixed_kv_cache", "flash_attention", "fused_qkv", "fused_gate_
 
 
 class CpuDecode:
-    """Qwen2ForCausalLM.decode for the models that why_no_cpu_decode() has no objection to."""
+    """Qwen2ForCausalLM.decode for the models that why_no_cpu_decode() has no objection to.
+
+    Whatever runs between two steps finds the CPU's caches full of weights and takes several times as long as
+    elsewhere: so looking up the tokens, telling the positions and choosing the next token are part of the call.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.row_numbers = torch.arange(cpu_kernels.FEW_ROWS)
         self.head = getattr(model.lm_head, "blocks0", None)
         if self.head is None:
             self.head = model.lm_head.weight
@@ -48,12 +53,27 @@ class CpuDecode:
         """Whether this step is small enough to be bound by reading the weights."""
         return isinstance(cache, FixedKVCache) and input_ids.shape[0] <= cpu_kernels.FEW_ROWS
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
-        """As Qwen2ForCausalLM.decode; the window isn't needed, the C++ loops end at each row's length."""
+    def __call__(self, input_ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Run one new token per row.
+
+        Args:
+            input_ids: (batch, 1).
+            cache: what prefill filled; its lengths tell where the new tokens go.
+
+        Returns:
+            float32 logits, (batch, vocabulary), and each row's most likely token, (batch,) int64.
+
+        Raises:
+            IndexError: for a token that is not in the vocabulary.
+        """
         model, network = self.model, self.model.model
-        logits: Tensor = torch.ops.npu_tuned_model.decode_step.default(
-            network.embed_tokens(input_ids.reshape(-1)),
-            positions,
+        tokens, table = input_ids.contiguous(), getattr(network.embed_tokens, "weight", None)
+        if table is None or table.dtype != torch.bfloat16:
+            tokens, table = self.row_numbers[: input_ids.shape[0]], network.embed_tokens(input_ids.reshape(-1))
+        result: tuple[Tensor, Tensor] = torch.ops.npu_tuned_model.decode_step.default(
+            tokens,
+            table,
+            cache.lengths,
             self.weights,
             self.scales,
             cache.keys,
@@ -67,7 +87,7 @@ class CpuDecode:
             model.config.num_attention_heads,
             model.config.rms_norm_eps,
         )
-        return logits
+        return result
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:

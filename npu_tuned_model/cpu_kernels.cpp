@@ -1,6 +1,7 @@
 // Decode for CPUs with AVX512-BF16: its two memory-bound operations, and the whole step made of the two.
 // Built on demand by cpu_kernels.py. All tensors are bfloat16 unless said otherwise.
 
+#include "cpu_kernels_argmax.h"
 #include "cpu_kernels_attention.h"
 #include "cpu_kernels_int8.h"
 #include "cpu_kernels_linear.h"
@@ -11,6 +12,7 @@
 #include <torch/library.h>
 
 #include <functional>
+#include <tuple>
 
 namespace {
 
@@ -211,7 +213,7 @@ void gate_up_swiglu(const Kind& gate_up, const typename Kind::Input& normed, BFl
   }
 }
 
-// From normed hidden states (rows, hidden) to this worker's part of the scores (rows, vocabulary).
+// From normed hidden states (rows, hidden) to this worker's blocks of the scores (rows, vocabulary).
 using OutputLayer = std::function<void(const BFloat16*, float*, const Worker&)>;
 
 template <class Kind>
@@ -230,11 +232,23 @@ struct Network {
   float epsilon;
 };
 
+// The rows of the embedding table that belong to the tokens.
+std::vector<BFloat16> look_up(const Tensor& tokens, const Tensor& table) {
+  const auto* token = tokens.const_data_ptr<int64_t>();
+  const int64_t hidden = table.size(1);
+  std::vector<BFloat16> embedded(tokens.numel() * hidden);
+  for (int64_t row = 0; row < tokens.numel(); row++) {
+    TORCH_CHECK_INDEX(token[row] >= 0 && token[row] < table.size(0), "token ", token[row], " is not in the vocabulary");
+    std::copy_n(table.const_data_ptr<BFloat16>() + token[row] * hidden, hidden, &embedded[row * hidden]);
+  }
+  return embedded;
+}
+
 // As decode_step, with linear layers of one kind.
 template <class Kind>
-Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& network, const OutputLayer& output,
-              int64_t vocabulary) {
-  const int64_t rows = embedded.size(0), hidden = embedded.size(1), heads = network.heads;
+std::tuple<Tensor, Tensor> decode(const Tensor& tokens, const Tensor& table, at::IntArrayRef positions,
+                                  const Network& network, const OutputLayer& output, int64_t vocabulary) {
+  const int64_t rows = tokens.numel(), hidden = table.size(1), heads = network.heads;
   const at::TensorList keys = network.keys;
   const std::vector<Tensor> no_scales(kLayerScales);
   std::vector<Layer<Kind>> layers;
@@ -242,8 +256,7 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
     const Tensor* scales = network.scales.empty() ? no_scales.data() : &network.scales[i * kLayerScales];
     layers.emplace_back(&network.weights[i * kLayerWeights], scales, keys[i], network.values[i], hidden, heads);
   }
-  const auto* position = positions.const_data_ptr<int64_t>();
-  std::vector<int64_t> lengths(position, position + rows);
+  std::vector<int64_t> lengths = positions.vec();
   for (auto& length : lengths) {
     TORCH_CHECK(length >= 0 && length < keys[0].size(1) && length < network.cos.size(0), "position ", length,
                 " is outside");
@@ -254,15 +267,16 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
   const int64_t inner = layers[0].gate_up.out / 2;
   std::vector<BFloat16> qkv(rows * layers[0].qkv.out), context(rows * heads * head_dim), merged(rows * hidden);
   std::vector<BFloat16> activated(rows * inner);
-  Tensor logits = at::empty({rows, vocabulary}, embedded.options().dtype(at::kFloat));
-  const auto* start = embedded.const_data_ptr<BFloat16>();
+  Tensor logits = at::empty({rows, vocabulary}, table.options().dtype(at::kFloat));
+  LargestOfRows largest(rows);
+  const std::vector<BFloat16> embedded = look_up(tokens, table);
   const auto* final_norm = network.norm.const_data_ptr<BFloat16>();
   auto* to = logits.mutable_data_ptr<float>();
 #pragma omp parallel
   {
     const Worker worker;
     // every worker adds, norms and prepares the inputs for itself: cheaper than handing the result around
-    std::vector<BFloat16> sum(start, start + rows * hidden), normed(rows * hidden);
+    std::vector<BFloat16> sum(embedded), normed(rows * hidden);
     typename Kind::Input input;
     const auto add_and_norm = [&](const BFloat16* more, const BFloat16* gamma) {
       add_rms_norm(sum.data(), more, gamma, network.epsilon, rows, hidden, normed.data());
@@ -272,7 +286,7 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
       add_and_norm(more, layer.input_norm);
       more = merged.data();
       input.set(normed.data(), rows, hidden);
-      project_and_rotate(layer, input, heads, position, network.cos, network.sin, qkv.data(), worker);
+      project_and_rotate(layer, input, heads, positions.data(), network.cos, network.sin, qkv.data(), worker);
 #pragma omp barrier
       attention.share(qkv.data(), layer.qkv.out, layer.keys, layer.values, lengths.data(), context.data(),
                       heads * head_dim, worker);
@@ -289,26 +303,35 @@ Tensor decode(const Tensor& embedded, const Tensor& positions, const Network& ne
     }
     add_and_norm(more, final_norm);
     output(normed.data(), to, worker);
+    const int64_t blocks = (vocabulary + kBlock - 1) / kBlock;
+    largest.look(to, vocabulary, worker.first(blocks) * kBlock, std::min(worker.last(blocks) * kBlock, vocabulary),
+                 worker);
   }
-  return logits;
+  Tensor most_likely = at::empty({rows}, tokens.options());
+  for (int64_t row = 0; row < rows; row++) most_likely.mutable_data_ptr<int64_t>()[row] = largest.of_row(row);
+  return {logits, most_likely};
 }
 
 // One new token per row through all layers, as modeling_qwen2.py's decode computes it.
-//   embedded (rows, hidden); positions (rows,) int64, the slot and rotary position of each new token
+//   tokens: int64, one a row; table (vocabulary, hidden), their embeddings
+//   positions: for each row, the slot and rotary position of the new token
 //   weights: kLayerWeights for each layer (see Layer), matrices in blocks
 //   scales: kLayerScales for each layer when the matrices are int8, else none
 //   keys, values: for each layer (rows, slots, kv_heads, head_dim); the new token's are written
 //   cos, sin (positions, ..., head_dim); norm (hidden)
 //   head: the output layer's weight: plain bfloat16, or in blocks of bfloat16 or int8; head_scales of the latter
-// -> float32 logits (rows, vocabulary), values rounded to bfloat16 as the layer's own result is
-Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorList weights, at::TensorList scales,
-                   at::TensorList keys, at::TensorList values, const Tensor& cos, const Tensor& sin,
-                   const Tensor& norm, const Tensor& head, const Tensor& head_scales, int64_t vocabulary,
-                   int64_t heads, double epsilon) {
+// -> float32 logits (rows, vocabulary), values rounded to bfloat16 as the layer's own result is, and the most likely
+//    token of each row (rows,) int64, the first one of several
+std::tuple<Tensor, Tensor> decode_step(const Tensor& tokens, const Tensor& table, at::IntArrayRef positions,
+                                       at::TensorList weights, at::TensorList scales, at::TensorList keys,
+                                       at::TensorList values, const Tensor& cos, const Tensor& sin, const Tensor& norm,
+                                       const Tensor& head, const Tensor& head_scales, int64_t vocabulary,
+                                       int64_t heads, double epsilon) {
   TORCH_CHECK(weights.size() == kLayerWeights * keys.size() && keys.size() == values.size(), "weights: 7 a layer");
   TORCH_CHECK(scales.empty() || scales.size() == kLayerScales * keys.size(), "scales: 4 a layer, or none");
-  TORCH_CHECK(embedded.is_contiguous() && embedded.scalar_type() == at::kBFloat16, "embedded: contiguous bfloat16");
-  const int64_t rows = embedded.size(0), hidden = embedded.size(1);
+  TORCH_CHECK(table.is_contiguous() && table.scalar_type() == at::kBFloat16, "table: contiguous bfloat16");
+  const int64_t rows = tokens.numel(), hidden = table.size(1);
+  TORCH_CHECK(tokens.is_contiguous() && static_cast<int64_t>(positions.size()) == rows, "tokens: one a position");
   OutputLayer output;
   if (head.dim() == 2) {
     output = output_layer(PlainLinear(head), rows, hidden);
@@ -318,8 +341,8 @@ Tensor decode_step(const Tensor& embedded, const Tensor& positions, at::TensorLi
     output = output_layer(Linear(head, Tensor(), Tensor(), vocabulary), rows, hidden);
   }
   const Network network{weights, scales, keys, values, cos, sin, norm, heads, static_cast<float>(epsilon)};
-  return scales.empty() ? decode<Linear>(embedded, positions, network, output, vocabulary)
-                        : decode<Int8Linear>(embedded, positions, network, output, vocabulary);
+  return scales.empty() ? decode<Linear>(tokens, table, positions, network, output, vocabulary)
+                        : decode<Int8Linear>(tokens, table, positions, network, output, vocabulary);
 }
 
 }  // namespace
@@ -332,9 +355,9 @@ TORCH_LIBRARY_FRAGMENT(npu_tuned_model, library) {
   library.def("cache_attention(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale) -> Tensor");
   library.def("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor");
   library.def(
-      "decode_step(Tensor embedded, Tensor positions, Tensor[] weights, Tensor[] scales, Tensor(a!)[] keys, "
-      "Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor norm, Tensor head, Tensor head_scales, int vocabulary, "
-      "int heads, float epsilon) -> Tensor");
+      "decode_step(Tensor tokens, Tensor table, int[] positions, Tensor[] weights, Tensor[] scales, "
+      "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor norm, Tensor head, Tensor head_scales, "
+      "int vocabulary, int heads, float epsilon) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(npu_tuned_model, CPU, library) {

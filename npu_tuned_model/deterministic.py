@@ -15,7 +15,6 @@ import torch
 from npu_tuned_model import cpu_kernels
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.graph import EagerSteps
-from npu_tuned_model.kv_cache import KVCache, Window
 from npu_tuned_model.tuning import InForce
 
 # Read when the libraries start: cuBLAS with one workspace per stream, HCCL with a fixed order of summing.
@@ -31,10 +30,6 @@ class SameStepsInEveryMode(EagerSteps):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.cpu_decode = CpuDecode(model)
-        self.decode = self._decode
-
-    def _decode(self, input_ids: torch.Tensor, positions: torch.Tensor, window: Window, cache: KVCache) -> torch.Tensor:
-        return self.cpu_decode(input_ids, positions, window, cache)
 
 
 def same_steps_in_every_mode(model: Any) -> SameStepsInEveryMode | None:

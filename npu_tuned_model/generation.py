@@ -234,18 +234,26 @@ class GenerationSteps:
             )
         cache.check_room(1)
         together = rows_computed_alike(self.steps) if self.deterministic else cache.batch
+        most_likely = None
         if cache.batch <= together:
-            logits = self.steps.decode(input_ids, cache.positions, cache.decode_window(), cache)
+            logits, most_likely = self._decode_together(input_ids, cache)
         else:
             logits = torch.cat(
                 [self._decode_rows(input_ids, row, together, cache) for row in range(0, cache.batch, together)]
             )
-        cache.advance()
+        cache.advance(most_likely)
         return logits[:, None]
 
     def _decode_rows(self, input_ids: Tensor, first: int, count: int, cache: Any) -> Tensor:
         rows = cache.rows(first, min(first + count, cache.batch))
-        return self.steps.decode(input_ids[first : first + count], rows.positions, rows.decode_window(), rows)
+        return self._decode_together(input_ids[first : first + count], rows)[0]
+
+    def _decode_together(self, input_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor | None]:
+        """The logits, and each row's most likely token where the step finds it on the way."""
+        cpu_decode = self.steps.cpu_decode
+        if cpu_decode is not None and cpu_decode.serves(input_ids, cache):
+            return cpu_decode(input_ids, cache)
+        return self.steps.decode(input_ids, cache.positions, cache.decode_window(), cache), None
 
     # transformers' generate() calls the methods below
 

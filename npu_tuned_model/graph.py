@@ -67,6 +67,7 @@ class EagerSteps:
 
     backend: str | None = None
     torchair_mode: str | None = None
+    cpu_decode: CpuDecode | None = None
 
     def __init__(self, model: Any) -> None:
         self.prefill = model.prefill
@@ -87,7 +88,7 @@ class CompiledSteps:
         graphs: number of graphs compiled so far, by step ("prefill", "decode"). A promise: one per shape, and none
             while tokens are generated once a shape has been seen.
         seconds: time spent in first calls (compilation and one run), by step.
-        cpu_decode: decode as one C++ call, where the model and the CPU allow it; then it has no graph.
+        cpu_decode: decode as one C++ call, where the model and the CPU allow it; few rows then need no graph.
     """
 
     def __init__(self, model: Any, options: GraphOptions) -> None:
@@ -130,8 +131,6 @@ class CompiledSteps:
 
     def decode(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
-        if self.cpu_decode is not None and self.cpu_decode.serves(input_ids, cache):
-            return self.cpu_decode(input_ids, positions, window, cache)
         key = ("decode", tuple(input_ids.shape), _cache_shape(cache))
         with self._first_call(key):
             return self._decode(_own(input_ids), positions, window, cache)

@@ -1,8 +1,9 @@
 """Greedy search with little work on the host between the steps.
 
 transformers' own loop is written for every model and option: for each token it copies the whole text, rebuilds the
-model's arguments and starts about fifteen small operators. This one does what plain greedy search needs, and leaves
-every other request to transformers'.
+model's arguments and starts about fifteen small operators, each of which finds its code and data thrown out of the
+CPU's caches by the weights. This one does what plain greedy search needs, and leaves every other request to
+transformers'.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 # The arguments of greedy_search() that greedy_tokens() knows, and those it may leave aside when they ask for nothing.
 _KNOWN = {
@@ -55,38 +57,61 @@ def greedy_tokens(
     Args:
         model: called once per token, with the prompts first and then with one token per row.
         input_ids: (batch, sequence) int64 prompts.
-        past_key_values: an empty KV cache.
+        past_key_values: an empty KV cache (kv_cache.KVCache).
         logits_processor: called with the texts so far and their last tokens' scores, gives the scores to go by.
-        stopping_criteria: its max_length says how long a text can get.
+        stopping_criteria: asked after each token whether to stop, with the texts so far.
         eos_token_id, pad_token_id: a row that reached the one is filled with the other.
 
     Returns:
         (batch, length) int64, the prompts and what follows.
     """
-    batch, length = input_ids.shape
-    texts = input_ids.new_empty(batch, max(stopping_criteria.max_length, length + 1))
-    texts[:, :length] = input_ids
-    ends = None if eos_token_id is None else torch.tensor(eos_token_id, device=input_ids.device).reshape(-1)
-    unfinished = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
+    texts, length = _Texts(input_ids), input_ids.shape[1]
+    ends = set(torch.tensor(eos_token_id).reshape(-1).tolist()) if eos_token_id is not None else None
+    finished = [False] * input_ids.shape[0]
+    # a limit needs no text to look at
+    limits = [each for each in stopping_criteria if type(each) is MaxLengthCriteria]
+    others = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
     step = input_ids
     while True:
         output = model(input_ids=step, attention_mask=attention_mask, past_key_values=past_key_values, return_dict=True)
-        scores = output.logits[:, -1]
         if logits_processor:
-            scores = logits_processor(texts[:, :length], scores)
-        tokens = scores.argmax(dim=-1)
+            tokens = logits_processor(texts.so_far(), output.logits[:, -1]).argmax(dim=-1)
+        elif past_key_values.most_likely is not None:
+            tokens = past_key_values.most_likely
+        else:
+            tokens = output.logits[:, -1].argmax(dim=-1)
         if ends is not None:
-            tokens = torch.where(unfinished, tokens, pad_token_id)
-            unfinished = unfinished & (tokens[:, None] != ends).all(dim=1)
+            # on the host: it has to know whether all rows are finished in any case
+            found = tokens.tolist()
+            if any(finished):
+                tokens = tokens.masked_fill(torch.tensor(finished, device=tokens.device), pad_token_id)
+            finished = [before or token in ends for before, token in zip(finished, found)]
         step, attention_mask = tokens[:, None], None
-        texts[:, length] = tokens
+        texts.append(step)
         length += 1
         if streamer is not None:
             streamer.put(tokens.cpu())
-        if ends is not None and not unfinished.any():
+        if all(finished) or any(length >= limit.max_length for limit in limits):
             break
-        if stopping_criteria(texts[:, :length], None):
+        if any(criterion(texts.so_far(), None) for criterion in others):
             break
     if streamer is not None:
         streamer.end()
-    return texts[:, :length]
+    return texts.so_far()
+
+
+class _Texts:
+    """The prompts and the tokens behind them, put together when they are asked for."""
+
+    def __init__(self, input_ids: Tensor) -> None:
+        self._parts = [input_ids]
+
+    def append(self, tokens: Tensor) -> None:
+        """One more token for each row, (batch, 1)."""
+        self._parts.append(tokens)
+
+    def so_far(self) -> Tensor:
+        """(batch, length) int64."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts, dim=1)]
+        return self._parts[0]

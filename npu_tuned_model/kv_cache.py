@@ -39,8 +39,7 @@ class KVCache(Cache):
     Attributes:
         capacity: tokens per row that may be stored.
         lengths: tokens stored so far in each row, known on the host (never read back from the device).
-        positions: (batch,) int64 on the device, the slot and rotary position of each row's next token.
-        filled: positions + 1, the slots that hold tokens once that token is stored.
+        most_likely: (batch,) int64, each row's most likely next token, where the last step has found it; else None.
         causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
         plan: the attention operators that read the cache, and how they learn its lengths.
     """
@@ -50,8 +49,10 @@ class KVCache(Cache):
         self.capacity = capacity
         self.plan = plan
         self.lengths: list[int] = [0] * batch
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.filled = self.positions + 1
+        self.most_likely: Tensor | None = None
+        self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._filled = self._positions + 1
+        self._behind = 0  # tokens stored since the two were computed
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         # made here, outside any graph, because it is the same for every prompt
@@ -60,13 +61,31 @@ class KVCache(Cache):
     def start(self, lengths: Sequence[int]) -> None:
         """Note the lengths of the prompts that prefill has stored."""
         self.lengths = list(lengths)
-        self.positions = torch.tensor(self.lengths, dtype=torch.int64).to(self.positions.device)
-        self.filled = self.positions + 1
+        self._positions = torch.tensor(self.lengths, dtype=torch.int64).to(self._positions.device)
+        self._filled, self._behind, self.most_likely = self._positions + 1, 0, None
 
-    def advance(self) -> None:
-        """Note that decode has stored one more token in every row."""
+    def advance(self, most_likely: Tensor | None = None) -> None:
+        """Note that decode has stored one more token in every row, and what it found to be the next ones."""
         self.lengths = [length + 1 for length in self.lengths]
-        self.positions, self.filled = self.filled, self.filled + 1
+        self._behind += 1
+        self.most_likely = most_likely
+
+    @property
+    def positions(self) -> Tensor:
+        """(batch,) int64 on the device, the slot and rotary position of each row's next token."""
+        return self._on_the_device()[0]
+
+    @property
+    def filled(self) -> Tensor:
+        """positions + 1, the slots that hold tokens once that token is stored."""
+        return self._on_the_device()[1]
+
+    def _on_the_device(self) -> tuple[Tensor, Tensor]:
+        # computed when they are asked for: not every decode step needs them
+        if self._behind:
+            self._positions = self._filled if self._behind == 1 else self._positions + self._behind
+            self._filled, self._behind = self._positions + 1, 0
+        return self._positions, self._filled
 
     def check_room(self, tokens: int) -> None:
         """Raise UserError when `tokens` more per row don't fit."""
@@ -140,7 +159,7 @@ class FixedKVCache(KVCache):
         part = copy.copy(self)
         part.batch = end - first
         part.lengths = self.lengths[first:end]
-        part.positions, part.filled = self.positions[first:end], self.filled[first:end]
+        part._positions, part._filled, part._behind = self.positions[first:end], self.filled[first:end], 0
         part.prompt_start = self.prompt_start[first:end]
         part.keys = [key[first:end] for key in self.keys]
         part.values = [value[first:end] for value in self.values]

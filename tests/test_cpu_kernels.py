@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import padded_batch, save, stock_model, tiny_config, tuned_model
+from models import VOCABULARY, padded_batch, save, stock_model, tiny_config, tuned_model
 
 from npu_tuned_model import TuningOptions, cpu_kernels, ops
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
@@ -153,7 +153,8 @@ def test_threads_share_the_slots_of_one_head(threads):
         alone = decode_attention(query, cache[0], cache[1], lengths, 0.125)
         threads(4)
         shared = decode_attention(query, cache[0], cache[1], lengths, 0.125)
-        torch.testing.assert_close(shared, alone, rtol=BF16_ROUNDING, atol=1e-5)
+        # the parts' sums are added in another order, so a result may be rounded to its neighbour
+        torch.testing.assert_close(shared, alone, rtol=2 * BF16_ROUNDING, atol=1e-5)
 
 
 @needs_the_instructions
@@ -215,10 +216,9 @@ def test_whole_step_is_the_networks_decode(served_model, lengths, seed):
     for cache in caches:
         served_model(ids, attention_mask=mask, past_key_values=cache)
     for token in ids[:, :3].split(1, dim=1):
-        network, call = (
-            step(token, cache.positions, cache.decode_window(), cache)
-            for step, cache in zip((served_model.decode, decode), caches)
-        )
+        network = served_model.decode(token, caches[0].positions, caches[0].decode_window(), caches[0])
+        call, most_likely = decode(token, caches[1])
+        assert torch.equal(most_likely, call.argmax(dim=-1))
         torch.testing.assert_close(call, network, rtol=0, atol=0.1)  # logits of a few units, in steps of 2^-6
         for cache in caches:
             cache.advance()
@@ -246,8 +246,33 @@ def test_compiled_steps_decode_without_a_graph(served_model):
 @needs_the_instructions
 def test_a_position_outside_the_cache_is_refused(served_model):
     cache = served_model.new_cache(1, 8)
+    cache.start([4096])
     with pytest.raises(RuntimeError, match="position 4096 is outside"):
-        CpuDecode(served_model)(torch.ones(1, 1, dtype=torch.int64), torch.tensor([4096]), None, cache)
+        CpuDecode(served_model)(torch.ones(1, 1, dtype=torch.int64), cache)
+
+
+@needs_the_instructions
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary_is_refused(served_model, token):
+    with pytest.raises(IndexError, match=f"token {token} is not in the vocabulary"):
+        CpuDecode(served_model)(torch.tensor([[1], [token]]), served_model.new_cache(2, 8))
+
+
+@needs_the_instructions
+@pytest.mark.parametrize("workers", [1, 2, 3, 30])
+def test_the_most_likely_token_is_torchs_argmax(served_model, threads, workers):
+    """Of equal ones the first, of those that aren't numbers the first, however the work is shared."""
+    generator = torch.Generator().manual_seed(workers)
+    decode, batch = CpuDecode(served_model), 3
+    table = torch.randn(20, served_model.config.hidden_size, generator=generator).bfloat16()
+    threads(workers)
+    for nans in (0, 0, 0, 2, 2, VOCABULARY):
+        decode.head = table[torch.randint(20, (VOCABULARY,), generator=generator)]
+        decode.head[torch.randint(VOCABULARY, (nans,), generator=generator)] = float("nan")
+        token = torch.randint(VOCABULARY, (batch, 1), generator=generator)
+        logits, most_likely = decode(token, served_model.new_cache(batch, 8))
+        assert torch.equal(most_likely, logits.argmax(dim=-1))
+        assert logits.isnan().any() == (nans > 0)
 
 
 def test_reason_why_a_step_is_not_one_call(checkpoints):

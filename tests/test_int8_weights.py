@@ -193,14 +193,16 @@ def test_whole_step_is_the_networks_decode(served, embeddings, lengths):
     assert why_no_cpu_decode(model) is None
     assert model.why_no_native_kernels() is None
     ids, mask = padded_batch(lengths)
-    caches = [each.new_cache(len(lengths), max(lengths) + 4) for each in (model, model, portable)]
-    for each, cache in zip((model, model, portable), caches):
+    caches = [each.new_cache(len(lengths), max(lengths) + 4) for each in (model, portable, model)]
+    for each, cache in zip((model, portable, model), caches):
         each(ids, attention_mask=mask, past_key_values=cache)
     for token in ids[:, :3].split(1, dim=1):
-        call, network, other = (
-            step(token, cache.positions, cache.decode_window(), cache)
-            for step, cache in zip((CpuDecode(model), model.decode, portable.decode), caches)
+        network, other = (
+            each.decode(token, cache.positions, cache.decode_window(), cache)
+            for each, cache in zip((model, portable), caches)
         )
+        call, most_likely = CpuDecode(model)(token, caches[2])
+        assert torch.equal(most_likely, call.argmax(dim=-1))
         torch.testing.assert_close(call, network, rtol=0, atol=0.1)
         torch.testing.assert_close(call, other, rtol=0, atol=0.15)
         for cache in caches:
