@@ -8,8 +8,8 @@ from typing import Any, Callable
 
 import torch
 
-from benchmark.generate import Subject, load_stock, timed_generation
-from benchmark.metrics import summarise
+from benchmark.generate import StockSubject, Subject, load_stock, timed_generation
+from benchmark.metrics import Spread, summarise
 from benchmark.workload import Workload
 from npu_tuned_model import GraphOptions, TuningOptions, load_model
 
@@ -50,7 +50,9 @@ def run_ablation(
     prepare: Callable[[Any], None] = lambda model: None,
     on_row: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
-    """Measure every row, one model in memory at a time.
+    """Measure every row in turn with the row above it, two models in memory at a time.
+
+    A machine changes its speed while the table is made: what a row gains can only be seen beside the row above.
 
     Args:
         graph: how to compile the steps that are measured beside eager ones; None for eager ones alone.
@@ -58,39 +60,68 @@ def run_ablation(
         on_row: called with each row's name before it is measured.
 
     Returns:
-        one dict per row: optimisation, eager and graph; the last two are {prefill_ms, decode_ms}, each a median with
-        its range, or None where there is nothing to measure.
+        one dict per row: optimisation, eager and graph; the last two are {prefill_ms, decode_ms, prefill_gain,
+        decode_gain}, each a median with its range over the rounds or None where there is nothing to measure. A gain
+        says how many times as fast the row is as the row above.
     """
-    rows = []
-    for index, label in enumerate(("stock, eager attention", "stock, sdpa attention")):
-        on_row(label)
-        subject = load_stock(folder, device=device, dtype=dtype)[index]
-        rows.append({"optimisation": label, "eager": _measure(subject, workload, device, rounds), "graph": None})
-        del subject
+
+    def measure(here: Subject, above: Subject | None) -> dict[str, Any]:
+        row: dict[str, Any] = {"optimisation": here.name, "eager": None, "graph": None}
+        for mode, options in (("eager", None), ("graph", graph)):
+            pair = [subject for subject in (above, here) if subject is not None and _run(subject, mode, options)]
+            if here in pair:
+                row[mode] = _measure(pair, workload, device, rounds)
         _free(device)
+        return row
+
+    on_row("stock")
+    eager, sdpa = load_stock(folder, device=device, dtype=dtype)
+    rows = [measure(eager, None), measure(sdpa, eager)]
+    above = sdpa
+    del eager, sdpa
     for label, options in cumulative_options(device, graph=graph is not None):
         on_row(label)
         model = load_model(folder, device=device, dtype=dtype, options=options)
         prepare(model)
-        row: dict[str, Any] = {"optimisation": label, "graph": None}
-        row["eager"] = _measure(Subject(label, model), workload, device, rounds)
-        if graph is not None:
-            model.run_graph(graph)
-            row["graph"] = _measure(Subject(label, model), workload, device, rounds)
-        rows.append(row)
-        del model
+        here = Subject(label, model)
+        rows.append(measure(here, above))
+        above = here
         _free(device)
     return rows
 
 
-def _measure(subject: Subject, workload: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
-    timed_generation(subject, workload, device=device)  # warm-up
-    summary = summarise([timed_generation(subject, workload, device=device)[0] for _ in range(rounds)])
-    return {key: summary.get(key) for key in ("prefill_ms", "decode_ms")}
+def _run(subject: Subject, mode: str, graph: GraphOptions | None) -> bool:
+    """Make the subject run in this mode; whether it can."""
+    if mode == "graph" and (graph is None or isinstance(subject, StockSubject)):
+        return False
+    if mode == "graph":
+        subject.model.run_graph(graph)
+    elif not isinstance(subject, StockSubject):
+        subject.model.run_eager()
+    return True
+
+
+def _measure(pair: list[Subject], workload: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Figures of the last subject, and its gain where there are two."""
+    for subject in pair:
+        timed_generation(subject, workload, device=device)  # warm-up
+    figures: list[list[dict[str, Any]]] = [[] for _ in pair]
+    for turn in range(rounds):
+        # each is the first to run as often as the other
+        for index in range(len(pair)) if turn % 2 else reversed(range(len(pair))):
+            figures[index].append(timed_generation(pair[index], workload, device=device)[0])
+    summary = summarise(figures[-1])
+    result: dict[str, Any] = {}
+    for step in ("prefill", "decode"):
+        key, gain = f"{step}_ms", None
+        if len(pair) == 2 and key in summary:
+            gain = Spread.of([above[key] / here[key] for above, here in zip(*figures)]).as_dict()
+        result.update({key: summary.get(key), f"{step}_gain": gain})
+    return result
 
 
 def _free(device: torch.device) -> None:
-    """Let go of a model's graphs and memory before the next is loaded."""
+    """Let go of models' graphs and memory before the next is loaded."""
     torch._dynamo.reset()
     gc.collect()
     if device.type != "cpu":

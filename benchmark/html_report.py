@@ -36,7 +36,9 @@ def render_html(report: dict[str, Any]) -> str:
         promise_kept=promise_kept,
         comparison=text.comparison_lines(report["comparison"]) if report["comparison"] else [],
         profile_title=text.PROFILE_TITLE,
-        ablation_cell=text.ablation_cell,
+        ablation_title=text.ablation_title,
+        ablation_columns=text.ABLATION_COLUMNS,
+        ablation_cells=text.ablation_cells,
         plots=[(title, Markup(svg)) for title, svg in all_plots(report)],
         json_text=json.dumps(report, indent=1, ensure_ascii=False),
     )

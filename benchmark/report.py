@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("decode_per_weights_read", "decode, in reads of the weights", "{:.2f}"),
 )
 
-
+ABLATION_COLUMNS = ("optimisation", "eager, ms", "times as fast", "graph, ms", "times as fast")
 PROFILE_TITLE = "Heaviest operators of one generation, by time of their own"
 
 
@@ -141,7 +141,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["comparison"]:
         _print_comparison(report["comparison"], console)
     if report["ablation"]:
-        console.print(_ablation(report["ablation"]))
+        for step in ("prefill", "decode"):
+            console.print(_ablation(report["ablation"], step))
     if report["profile"]:
         console.print(_profile(report["profile"]))
     if report["sample_text"] is not None:
@@ -220,21 +221,26 @@ def _profile(operators: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _ablation(rows: list[dict[str, Any]]) -> Table:
-    table = report_table(
-        "Ablation, each row adds to the one above: prefill / decode, ms", "optimisation", "eager", "graph"
-    )
+def _ablation(rows: list[dict[str, Any]], step: str) -> Table:
+    table = report_table(ablation_title(step), *ABLATION_COLUMNS)
     for row in rows:
-        table.add_row(row["optimisation"], ablation_cell(row["eager"]), ablation_cell(row["graph"]))
+        table.add_row(row["optimisation"], *ablation_cells(row, step))
     return table
 
 
-def ablation_cell(figures: dict[str, Any] | None) -> str:
-    """ "prefill / decode" medians, or a dash."""
-    if figures is None:
-        return "–"
-    decode = figures["decode_ms"]
-    return f"{figures['prefill_ms']['median']:.1f} / {'–' if decode is None else format(decode['median'], '.2f')}"
+def ablation_title(step: str) -> str:
+    """What the table of one step, "prefill" or "decode", shows."""
+    return f"Ablation, {step}: each row adds to the one above, and is measured in turn with it"
+
+
+def ablation_cells(row: dict[str, Any], step: str) -> list[str]:
+    """The row's cells behind its name: milliseconds and gain in eager mode, the same in graph mode."""
+    form = "{:.1f}" if step == "prefill" else "{:.2f}"
+    cells = []
+    for mode in ("eager", "graph"):
+        figures = row[mode] or {}
+        cells += [spread(figures.get(f"{step}_ms"), form), spread(figures.get(f"{step}_gain"), "{:.2f}")]
+    return cells
 
 
 if __name__ == "__main__":

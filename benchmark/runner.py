@@ -439,7 +439,7 @@ def _kv_cache_bytes(model: Any, workload: Workload, bytes_per_token: int) -> int
 
 def _ablation(prepared: Prepared, graph: bool, console: Console) -> list[dict[str, Any]]:
     rows = 2 + len(cumulative_options(prepared.device, graph=graph))
-    console.print(f"Ablation: {rows} variants, each loaded, warmed up and measured alone")
+    console.print(f"Ablation: {rows} variants, each measured in turn with the one above it")
     with _progress(console) as progress:
         task = progress.add_task("ablation", total=rows)
         done = itertools.count()

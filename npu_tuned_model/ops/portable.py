@@ -18,6 +18,10 @@ from .quant import npu_quant_matmul as npu_quant_matmul
 from .quant import npu_trans_quant_param as npu_trans_quant_param
 from .quant import npu_weight_quant_batchmatmul as npu_weight_quant_batchmatmul
 
+# Values that eager mode on a CPU turns into float32 at a time: getting room for a whole prompt's from the system takes
+# longer than computing them.
+_EAGER_BLOCK = 2**18
+
 
 def _inverse_rms(values: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     normalised = tuple(range(-gamma.dim(), 0))
@@ -78,9 +82,19 @@ def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) 
 
 def npu_swiglu(input: Tensor, dim: int) -> Tensor:
     gate, up = input.chunk(2, dim=dim)
-    # in one float32 copy: eager mode takes longer to get three from the system than to compute
+    if input.device.type != "cpu" or torch._dynamo.is_compiling() or gate.numel() <= _EAGER_BLOCK:
+        return _swiglu(gate, up)
+    result = torch.empty(gate.shape, dtype=input.dtype)
+    rows = max(1, _EAGER_BLOCK * gate.shape[0] // gate.numel())
+    for first in range(0, gate.shape[0], rows):
+        block = slice(first, first + rows)
+        result[block] = _swiglu(gate[block], up[block])
+    return result
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     wide = gate.to(torch.float32, copy=True)
-    return F.silu(wide, inplace=True).mul_(up).to(input.dtype)
+    return F.silu(wide, inplace=True).mul_(up).to(gate.dtype)
 
 
 def npu_mm_all_reduce_base(

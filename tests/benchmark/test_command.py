@@ -61,13 +61,17 @@ def test_eager_with_stock_beside_it(finished_report: dict[str, Any]) -> None:
 def test_eager_ablation_goes_from_stock_to_everything(finished_report: dict[str, Any]) -> None:
     rows = finished_report["ablation"]
     assert [row["optimisation"] for row in rows[:3]] == [
-        "stock, eager attention",
-        "stock, sdpa attention",
+        "stock eager",
+        "stock sdpa",
         "tuned code, everything off",
     ]
     assert len(rows) == 3 + len(STAGES)
     assert all(row["graph"] is None for row in rows)
-    assert all(row["eager"]["prefill_ms"]["min"] > 0 and row["eager"]["decode_ms"]["min"] > 0 for row in rows)
+    for step in ("prefill", "decode"):
+        assert all(row["eager"][f"{step}_ms"]["min"] > 0 for row in rows)
+        # each row beside the one above it, so the first has no gain
+        assert rows[0]["eager"][f"{step}_gain"] is None
+        assert all(row["eager"][f"{step}_gain"]["min"] > 0 for row in rows[1:])
 
 
 def test_graph_mode_compiles_two_graphs_and_none_later(small_run: Run, tmp_path: Path) -> None:

@@ -130,9 +130,19 @@ def test_one_new_token_has_no_decode_figures(finished_report: dict[str, Any]) ->
             figures["step_ms"] = figures["step_ms"][:1]
     report["comparison"]["decode"] = None
     for row in report["ablation"]:
-        row["eager"]["decode_ms"] = None
+        row["eager"].update(decode_ms=None, decode_gain=None)
     assert "–" in console_text(report)
     assert "decode, ms per token" in render_html(report)
+
+
+def test_each_step_has_its_ablation_table(finished_report: dict[str, Any]) -> None:
+    report = copy.deepcopy(finished_report)
+    gain = {"median": 1.25, "min": 0.75, "max": 2.0}
+    report["ablation"][4].update(graph={**report["ablation"][4]["eager"], "decode_gain": gain})
+    for text in (console_text(report), render_html(report)):
+        assert "Ablation, prefill: each row adds" in text
+        assert "Ablation, decode: each row adds" in text
+        assert text.count("1.25 (0.75 .. 2.00)") == 1
 
 
 def test_a_graph_compiled_late_is_shouted(finished_report: dict[str, Any]) -> None:

@@ -43,6 +43,19 @@ def test_rounds_once_where_the_small_ops_round_twice():
     assert not torch.equal(composed.npu_swiglu(both), once)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((600, 1000), -1), ((600, 1001), 0), ((3, 200, 1000), 1), ((1, 2**20), 1), ((2**20,), 0)]
+)
+def test_large_inputs_go_block_by_block(shape, dim):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    gate, up = values.detach().chunk(2, dim)
+    out = ops.npu_swiglu(values, dim)
+    assert torch.equal(out, (F.silu(gate.float()) * up.float()).bfloat16())
+    assert out.is_contiguous()
+    out.backward(torch.ones_like(out))
+    assert values.grad is not None and values.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("table", [ops, composed], ids=["portable", "composed"])
 def test_refusals(table):
     with pytest.raises(ValueError, match=r"dimension -1 of input \(2, 3, 15\) is odd"):
