@@ -53,7 +53,8 @@ def test_large_inputs_go_block_by_block(shape, dim):
     assert torch.equal(out, (F.silu(gate.float()) * up.float()).bfloat16())
     assert out.is_contiguous()
     out.backward(torch.ones_like(out))
-    assert values.grad is not None and values.grad.isfinite().all()
+    assert values.grad is not None
+    assert values.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("table", [ops, composed], ids=["portable", "composed"])
