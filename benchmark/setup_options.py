@@ -28,6 +28,7 @@ _OPTIONS = (
         help="NPU: the attention operators; auto takes those that the chip and the graph mode are best served by.",
     ),
     _switch("compile_cache", False, "NPU: keep compiled graphs in your cache folder for the next process."),
+    _switch("cuda_graphs", False, "CUDA graphs: record decode's kernels and start them together."),
     _switch("jit_compile", False, "NPU: compile eager operators anew for each shape, not the prebuilt ones."),
     _switch("nz_weights", True, "NPU: store the linear layers' weights in the tiled format FRACTAL_NZ."),
     _switch("hccl_variables", True, "NPU: set HCCL's environment variables where you haven't (several cards)."),
@@ -47,7 +48,8 @@ def setup_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         setup = NpuSetup(**{name: options.pop(name) for name in NpuSetup.names()})
         cache = default_folder() if options.pop("compile_cache") else None
-        graph = GraphOptions(torchair_mode=options.pop("graph_mode"), compile_cache=cache)
+        recorded = options.pop("cuda_graphs")
+        graph = GraphOptions(torchair_mode=options.pop("graph_mode"), compile_cache=cache, cuda_graphs=recorded)
         return command(setup=setup, graph=graph, **options)
 
     for option in reversed(_OPTIONS):

@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import Tensor
 
+from npu_tuned_model import cuda_graphs
 from npu_tuned_model.compile_cache import CachedStep
 from npu_tuned_model.cpu_decode import CpuDecode, why_no_cpu_decode
 from npu_tuned_model.errors import UserError
@@ -40,6 +41,7 @@ class GraphOptions:
             only a graph of known shapes is put on the device as a whole.
         torchair_mode: "max-autotune" builds a GE graph; "reduce-overhead" / "npugraph_ex" capture and replay kernels.
         frozen_parameter: torchair may take the weights' addresses as fixed (they are: nothing moves after loading).
+        cuda_graphs: CUDA only: record decode's kernels and start them together (cuda_graphs.py).
         compile_cache: folder in which torchair keeps compiled graphs for the next process; None compiles every time.
         configure_torchair: is given torchair's CompilerConfig before anything is compiled, to set more of its options,
             as precision.PrecisionDebugger.set_torchair_options does.
@@ -50,6 +52,7 @@ class GraphOptions:
     dynamic: bool = False
     torchair_mode: str = "max-autotune"
     frozen_parameter: bool = True
+    cuda_graphs: bool = False
     compile_cache: Path | None = None
     configure_torchair: Callable[[Any], None] | None = None
 
@@ -104,15 +107,19 @@ class CompiledSteps:
             raise UserError(
                 f"configure_torchair is for torchair's options, and {self.backend} compiles here: leave it out"
             )
+        if options.cuda_graphs:
+            cuda_graphs.check(device, self.backend, fixed_kv_cache=model.options.fixed_kv_cache)
         self.torchair_mode = options.torchair_mode if self.backend == "torchair" else None
-        compile_graph = self._backend_function(model)
         model.model.run_layer = _layer_region(model) if self.backend == "inductor" else run_layer
         self._tiling_sink = model.options.tiling_sink
         self.graphs: Counter[str] = Counter()
         self.seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
         self._seen: set[tuple[Any, ...]] = set()
-        self._prefill = self._compile("prefill", model.prefill, compile_graph)
-        self._decode = self._compile("decode", model.decode, compile_graph)
+        self._prefill = self._compile("prefill", model.prefill, self._backend_function({}))
+        recorded = cuda_graphs.INDUCTOR_OPTIONS if options.cuda_graphs else {}
+        self._decode = self._compile("decode", model.decode, self._backend_function(recorded))
+        if options.cuda_graphs:
+            self._decode = cuda_graphs.RecordedDecode(self._decode)
 
     def padded_length(self, length: int) -> int:
         """The length that a prompt of `length` tokens is padded to."""
@@ -165,12 +172,12 @@ class CompiledSteps:
         self.seconds[key[0]] += time.perf_counter() - start
         self._seen.add(key)
 
-    def _backend_function(self, model: Any) -> Callable[..., Any]:
+    def _backend_function(self, inductor_options: dict[str, Any]) -> Callable[..., Any]:
         if self.backend == "torchair":
-            return _torchair_backend(self.options, tiling_sink=model.options.tiling_sink)
+            return _torchair_backend(self.options, tiling_sink=self._tiling_sink)
         # decode's small kernels are faster on one thread than the barrier between two: 240 ms a token instead of 330
         # on two cores with a busy neighbour, and no slower without one
-        patches: dict[str, Any] = {"cpp.min_chunk_size": 4096}
+        patches: dict[str, Any] = {"cpp.min_chunk_size": 4096, **inductor_options}
         # what an operator returns need not be checked again before every token: 700 checks, a third of a millisecond
         patches.update(size_asserts=False, alignment_asserts=False)
         inductor: Any = torch._dynamo.lookup_backend("inductor")

@@ -57,6 +57,7 @@ def main(
     from benchmark import runner
     from benchmark.deepspeed.process_group import errors_of_rank, join
     from benchmark.output import OutputFolder
+    from benchmark.prepare import Settings, prepare
     from benchmark.ranks import read_single
 
     with user_errors(), errors_of_rank():
@@ -65,8 +66,8 @@ def main(
         ranks, device_name, process = join(device, setup, timeout_s, graph=graph, deterministic=deterministic)
         first = ranks.shard.rank == 0
         console = Console(quiet=not first)
-        settings = runner.Settings(device=device_name, compare=False, ablation=False, setup=setup, **options)
-        prepared = runner.prepare(settings, console, dataclasses.replace(ranks, single=single), process)
+        settings = Settings(device=device_name, compare=False, ablation=False, setup=setup, **options)
+        prepared = prepare(settings, console, dataclasses.replace(ranks, single=single), process)
         output = OutputFolder(output_dir, force=force) if first else None
         try:
             report = runner.run(prepared, console, None if output is None else output.trace)

@@ -35,12 +35,13 @@ def main(output_dir: Path | None, force: bool, compare: str | None, model_path: 
     from benchmark import report as console_report
     from benchmark import runner
     from benchmark.output import OutputFolder
+    from benchmark.prepare import Settings, prepare
 
     console = Console()
     compare = compare or ("none" if model_path else "stock")
     with user_errors():
-        settings = runner.Settings(model_path=model_path, compare=compare == "stock", **options)
-        prepared = runner.prepare(settings, console)
+        settings = Settings(model_path=model_path, compare=compare == "stock", **options)
+        prepared = prepare(settings, console)
         output = OutputFolder(output_dir, force=force)
         try:
             report = runner.run(prepared, console, output.trace)
