@@ -17,7 +17,7 @@ from npu_tuned_model.deterministic import rows_computed_alike, same_steps_in_eve
 from npu_tuned_model.errors import UserError
 from npu_tuned_model.frozen_gc import frozen_gc
 from npu_tuned_model.graph import CompiledSteps, EagerSteps, GraphOptions
-from npu_tuned_model.greedy import greedy_tokens, is_plain
+from npu_tuned_model.greedy import MostLikely, greedy_tokens, is_plain
 from npu_tuned_model.kv_cache import FixedKVCache, GrowingKVCache, KVCache
 
 _ALTERNATIVES = {
@@ -234,15 +234,18 @@ class GenerationSteps:
             )
         cache.check_room(1)
         together = rows_computed_alike(self.steps) if self.deterministic else cache.batch
-        most_likely = None
+        tokens = None
         if cache.batch <= together:
-            logits, most_likely = self._decode_together(input_ids, cache)
+            logits, tokens = self._decode_together(input_ids, cache)
         else:
             logits = torch.cat(
                 [self._decode_rows(input_ids, row, together, cache) for row in range(0, cache.batch, together)]
             )
-        cache.advance(most_likely)
-        return logits[:, None]
+        cache.advance()
+        logits = logits[:, None]
+        if tokens is not None:
+            cache.most_likely = MostLikely(logits, tokens)
+        return logits
 
     def _decode_rows(self, input_ids: Tensor, first: int, count: int, cache: Any) -> Tensor:
         rows = cache.rows(first, min(first + count, cache.batch))

@@ -74,18 +74,19 @@ def greedy_tokens(
     step = input_ids
     while True:
         output = model(input_ids=step, attention_mask=attention_mask, past_key_values=past_key_values, return_dict=True)
-        if logits_processor:
-            tokens = logits_processor(texts.so_far(), output.logits[:, -1]).argmax(dim=-1)
-        elif past_key_values.most_likely is not None:
-            tokens = past_key_values.most_likely
-        else:
-            tokens = output.logits[:, -1].argmax(dim=-1)
+        found = past_key_values.most_likely
+        tokens = None if found is None or logits_processor else found.of(output.logits)
+        if tokens is None:
+            scores = output.logits[:, -1]
+            if logits_processor:
+                scores = logits_processor(texts.so_far(), scores)
+            tokens = scores.argmax(dim=-1)
         if ends is not None:
             # on the host: it has to know whether all rows are finished in any case
-            found = tokens.tolist()
+            numbers = tokens.tolist()
             if any(finished):
                 tokens = tokens.masked_fill(torch.tensor(finished, device=tokens.device), pad_token_id)
-            finished = [before or token in ends for before, token in zip(finished, found)]
+            finished = [before or number in ends for before, number in zip(finished, numbers)]
         step, attention_mask = tokens[:, None], None
         texts.append(step)
         length += 1
@@ -98,6 +99,25 @@ def greedy_tokens(
     if streamer is not None:
         streamer.end()
     return texts.so_far()
+
+
+class MostLikely:
+    """The most likely tokens that a step found on its way, good for the logits that it returned, as they were.
+
+    Args:
+        logits: (batch, 1, vocabulary), what the step returns.
+        tokens: (batch,) int64.
+    """
+
+    def __init__(self, logits: Tensor, tokens: Tensor) -> None:
+        self._logits, self._tokens = logits, tokens
+        # tensors made in inference mode don't count their changes
+        self._version = None if logits.is_inference() else logits._version
+
+    def of(self, logits: Tensor) -> Tensor | None:
+        """The tokens, or None when a hook or a subclass has put others in the logits' place or written to them."""
+        same = logits is self._logits and self._version is not None and logits._version == self._version
+        return self._tokens if same else None
 
 
 class _Texts:

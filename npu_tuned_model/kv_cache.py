@@ -7,7 +7,7 @@ slot length_b, whatever padding the caller's batch had. So decode needs lengths 
 from __future__ import annotations
 
 import copy
-from typing import Sequence, Union
+from typing import Any, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class KVCache(Cache):
     Attributes:
         capacity: tokens per row that may be stored.
         lengths: tokens stored so far in each row, known on the host (never read back from the device).
-        most_likely: (batch,) int64, each row's most likely next token, where the last step has found it; else None.
+        most_likely: a greedy.MostLikely where the last step has found each row's most likely token; else None.
         causal_mask: (2048, 2048) bool on the device, what prefill's attention takes for "causal".
         plan: the attention operators that read the cache, and how they learn its lengths.
     """
@@ -49,7 +49,7 @@ class KVCache(Cache):
         self.capacity = capacity
         self.plan = plan
         self.lengths: list[int] = [0] * batch
-        self.most_likely: Tensor | None = None
+        self.most_likely: Any = None
         self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self._filled = self._positions + 1
         self._behind = 0  # tokens stored since the two were computed
@@ -64,11 +64,11 @@ class KVCache(Cache):
         self._positions = torch.tensor(self.lengths, dtype=torch.int64).to(self._positions.device)
         self._filled, self._behind, self.most_likely = self._positions + 1, 0, None
 
-    def advance(self, most_likely: Tensor | None = None) -> None:
-        """Note that decode has stored one more token in every row, and what it found to be the next ones."""
+    def advance(self) -> None:
+        """Note that decode has stored one more token in every row."""
         self.lengths = [length + 1 for length in self.lengths]
         self._behind += 1
-        self.most_likely = most_likely
+        self.most_likely = None
 
     @property
     def positions(self) -> Tensor:

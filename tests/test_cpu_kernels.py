@@ -275,6 +275,31 @@ def test_the_most_likely_token_is_torchs_argmax(served_model, threads, workers):
         assert logits.isnan().any() == (nans > 0)
 
 
+@needs_the_instructions
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_greedy_search_goes_by_logits_that_a_hook_has_changed(served_model, in_place, inference):
+    def only_seven(module, given, output):
+        wanted = torch.nn.functional.one_hot(torch.tensor(7), VOCABULARY) * 1e6
+        if in_place:
+            output.logits.add_(wanted)
+        else:
+            output.logits = output.logits + wanted
+
+    ids = torch.arange(3, 9)[None]
+    arguments = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    served_model.run_graph()
+    handle = served_model.register_forward_hook(only_seven)
+    try:
+        with torch.inference_mode(inference):
+            assert served_model.generate(ids, **arguments)[0, 6:].tolist() == [7] * 4
+        handle.remove()
+        assert served_model.generate(ids, **arguments)[0, 6:].tolist() != [7] * 4
+    finally:
+        handle.remove()
+        served_model.run_eager()
+
+
 def test_reason_why_a_step_is_not_one_call(checkpoints):
     options = TuningOptions(fused_qkv=False, native_kernels=False)
     model = tuned_model(checkpoints["gqa_4_2_head_16"][1], options)
