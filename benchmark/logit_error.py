@@ -21,7 +21,7 @@ from benchmark.command import OneLineErrors, user_errors
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="Texts: a UTF-8 file with one per line, or a JSON list of strings.",
+    help="Texts: a UTF-8 file with one per line, or a JSON list of strings. Default: those of benchmark.quality.",
 )
 def main(model_path: str, device: str, dtype: str, length: int, prompts: Path | None) -> None:
     """Mean absolute logit difference and top-1 agreement with stock transformers in float32, on real text.
@@ -33,7 +33,8 @@ def main(model_path: str, device: str, dtype: str, length: int, prompts: Path | 
         import torch
 
         from benchmark.generate import load_stock
-        from benchmark.workload import BUILT_IN_PROMPTS, load_tokenizer, read_prompts
+        from benchmark.quality import TEXT, read_passages
+        from benchmark.workload import load_tokenizer, read_prompts
         from npu_tuned_model import TuningOptions, load_model
         from npu_tuned_model.config import read_config, resolve_checkpoint
         from npu_tuned_model.device import resolve_device, resolve_dtype
@@ -42,7 +43,7 @@ def main(model_path: str, device: str, dtype: str, length: int, prompts: Path | 
         folder = resolve_checkpoint(model_path)
         read_config(folder)
         tokenizer = load_tokenizer(folder)
-        texts = BUILT_IN_PROMPTS if prompts is None else read_prompts(prompts)
+        texts = read_passages(TEXT) if prompts is None else read_prompts(prompts)
         ids = [tokenizer(text, return_tensors="pt").input_ids[:, :length].to(where) for text in texts]
         ids = [row for row in ids if row.shape[1] >= 8]
         stock = load_stock(folder, device=where, dtype=torch.float32)
