@@ -66,23 +66,21 @@ def run_ablation(
         decode_gain}, each a median with its range over the rounds or None where there is nothing to measure. A
         round's decode_ms is its median step; a gain says how many times as fast the row is as the row above.
     """
+    modes = {"eager": None} if graph is None else {"eager": None, "graph": graph}
 
     def measure(here: Subject, above: Subject | None) -> dict[str, Any]:
+        on_row(here.name)
         row: dict[str, Any] = {"optimisation": here.name, "eager": None, "graph": None}
-        for mode, options in (("eager", None), ("graph", graph)):
-            pair = [subject for subject in (above, here) if subject is not None and _run(subject, mode, options)]
+        for mode, options in modes.items():
+            pair = [subject for subject in (above, here) if subject is not None and _run(subject, options)]
             if here in pair:
                 row[mode] = _measure(pair, workload, device, rounds)
-        _free(device)
         return row
 
-    on_row("stock")
-    eager, sdpa = load_stock(folder, device=device, dtype=dtype)
-    rows = [measure(eager, None), measure(sdpa, eager)]
-    above = sdpa
-    del eager, sdpa
+    eager, above = load_stock(folder, device=device, dtype=dtype)
+    rows = [measure(eager, None), measure(above, eager)]
+    del eager
     for label, options in cumulative_options(device, graph=graph is not None):
-        on_row(label)
         model = load_model(folder, device=device, dtype=dtype, options=options)
         prepare(model)
         here = Subject(label, model)
@@ -92,14 +90,14 @@ def run_ablation(
     return rows
 
 
-def _run(subject: Subject, mode: str, graph: GraphOptions | None) -> bool:
-    """Make the subject run in this mode; whether it can."""
-    if mode == "graph" and (graph is None or isinstance(subject, StockSubject)):
-        return False
-    if mode == "graph":
-        subject.model.run_graph(graph)
-    elif not isinstance(subject, StockSubject):
+def _run(subject: Subject, graph: GraphOptions | None) -> bool:
+    """Make the subject run as these graphs, or eager for None; whether it can."""
+    if isinstance(subject, StockSubject):
+        return graph is None
+    if graph is None:
         subject.model.run_eager()
+    else:
+        subject.model.run_graph(graph)
     return True
 
 

@@ -7,6 +7,7 @@ memory that stays where it is, everything else that changes (token, positions) i
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Callable
 
 import torch
@@ -40,12 +41,15 @@ class RecordedDecode:
 
     def __init__(self, decode: Callable[..., Tensor]) -> None:
         self._decode = decode
+        self._marked: Callable[[], Tensor | None] = lambda: None  # of the cache that is marked, the first keys
 
     def __call__(self, input_ids: Tensor, positions: Tensor, window: Window, cache: KVCache) -> Tensor:
         """As Qwen2ForCausalLM.decode."""
-        for tensor in (*cache.keys, *cache.values):
-            # not guarded: the next generation's cache may lie elsewhere, which is recorded anew but not compiled anew
-            torch._dynamo.mark_static_address(tensor, guard=False)
+        if self._marked() is not cache.keys[0]:
+            for tensor in (*cache.keys, *cache.values):
+                # not guarded: another generation's cache may lie elsewhere: recorded anew, but not compiled anew
+                torch._dynamo.mark_static_address(tensor, guard=False)
+            self._marked = weakref.ref(cache.keys[0])
         torch.compiler.cudagraph_mark_step_begin()
         # the next step writes over its result
         return self._decode(input_ids, positions, window, cache).clone()
